@@ -65,12 +65,11 @@ def open_array_record(work: pathlib.Path, number: int) -> None:
     open_data(work, "array_record", number)
 
 
-def read_from(work: pathlib.Path, number: int, order: str, subset: bool) -> None:
-    """A batch from each of three places of a long run."""
+def read_from(work: pathlib.Path, number: int, order: str, **lists) -> None:
+    """A batch from each of three places of a long run; `lists`: as `make_source` takes them."""
     from vit_jax.data import host_batches, image_batch, make_order, parse_ops
 
-    part = (os.fspath(work / "part.npz"), False, 0) if subset else None
-    source = open_data(work, "array_record", number, subset=part)
+    source = open_data(work, "array_record", number, **lists)
     streams = 256 if order == "chunk" else None
     how = {"global_batch_size": BATCH, "chunk_size": 64, "streams": streams}
     data_order = make_order(order, source.part_sizes, 0, **how)
@@ -82,24 +81,31 @@ def read_from(work: pathlib.Path, number: int, order: str, subset: bool) -> None
 
 
 def record_order(work: pathlib.Path, number: int) -> None:
-    read_from(work, number, "record", False)
+    read_from(work, number, "record")
 
 
 def chunk_order(work: pathlib.Path, number: int) -> None:
-    read_from(work, number, "chunk", False)
+    read_from(work, number, "chunk")
 
 
 def subset(work: pathlib.Path, number: int) -> None:
-    """Nine tenths of the records, as a list of near duplicates would leave."""
-    read_from(work, number, "chunk", True)
+    """Nine tenths of the records, as `curate` may choose them."""
+    read_from(work, number, "chunk", subset=(os.fspath(work / "part.npz"), False, 0))
 
 
-def write_part(work: pathlib.Path, number: int) -> None:
+def exclude(work: pathlib.Path, number: int) -> None:
+    """All but a tenth of the records, as `duplicates` may list them."""
+    read_from(work, number, "chunk", exclude=os.fspath(work / "rest.npz"))
+
+
+def write_lists(work: pathlib.Path, number: int) -> None:
     from vit_jax.data.id_files import ids_to_bytes
 
     whole = open_data(work, "array_record", number)
-    ids = np.flatnonzero(np.arange(number) % 10)
-    (work / "part.npz").write_bytes(ids_to_bytes(ids, whole.fingerprint))
+    is_tenth = np.arange(number) % 10 == 0
+    for name, chosen in (("part", ~is_tenth), ("rest", is_tenth)):
+        content = ids_to_bytes(np.flatnonzero(chosen), whole.fingerprint)
+        (work / f"{name}.npz").write_bytes(content)
 
 
 def make_features(work: pathlib.Path, number: int) -> None:
@@ -129,6 +135,7 @@ STAGES = {
     "array_record, three batches, record": record_order,
     "array_record, three batches, chunk": chunk_order,
     "array_record, three batches, chunk, subset": subset,
+    "array_record, three batches, chunk, exclude": exclude,
     "curate": curate,
 }
 
@@ -162,8 +169,8 @@ def main() -> None:
     for kind in ("tfrecord", "array_record"):
         if not (work / kind).exists():
             make_data(work, kind, args.records)
-    if not (work / "part.npz").exists():
-        write_part(work, args.records)
+    if not (work / "rest.npz").exists():
+        write_lists(work, args.records)
     if not (work / "features").exists():
         make_features(work, args.records)
     for stage in STAGES:

@@ -14,7 +14,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import open_source
 from vit_jax.config.sections import Data
 from vit_jax.curation import nearest
-from vit_jax.curation.clusters import sample_balanced, split_evenly
+from vit_jax.curation.clusters import find_clusters, sample_balanced, split_evenly
 from vit_jax.curation.features import Features
 from vit_jax.curation.nearest import find_nearest
 from vit_jax.curation.shards import open_splits
@@ -80,6 +80,21 @@ def test_a_tree_by_hand():
     assert (np.diff(kept) > 0).all()
     assert (kept == sample_balanced(label_N, parents, 20, seed=0)).all()
     assert (kept != sample_balanced(label_N, parents, 20, seed=1)).any()
+
+
+def test_a_level_with_empty_clusters():
+    """Of three clusters above the four only two have some; the top shares 6 records evenly."""
+    label_N, parents = np.repeat(range(4), 5), [np.array([0, 0, 1, 1]), np.array([0, 1, 1])]
+    kept = sample_balanced(label_N, parents, 6, seed=0)
+    assert np.bincount(label_N[kept] // 2).tolist() == [3, 3]
+
+
+def test_a_part_of_unreadable_pictures_has_no_cluster(tmp_path):
+    x_ND = heaps(HEAP_N[:60], seed=1)
+    x_ND[31:] = np.nan  # the second part
+    features = Features.open(write_features(tmp_path / "features", x_ND), "")
+    label_N, _ = find_clusters(features, [3, 2], seed=0)
+    assert ((label_N < 0) == np.isnan(x_ND[:, 0])).all()
 
 
 def test_a_balanced_part_is_trained_on(features, tmp_path, capsys):

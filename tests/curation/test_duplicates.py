@@ -1,6 +1,8 @@
 """Near duplicates: the PDQ hash, pairs that are found, what is left out, and the page."""
 
 import json
+import sys
+import types
 
 import numpy as np
 import PIL.Image
@@ -8,6 +10,7 @@ import pytest
 from etils import epath
 from prepared_sets import encoded
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.sections import Data
 from vit_jax.curation import duplicates, looks
 from vit_jax.curation.prepare import Progress, in_processes
@@ -62,6 +65,18 @@ def test_equal_hashes_are_paired_with_the_first_only():
     assert found.tolist() == [[0, i, 0] for i in range(1, 1000)]
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_each_pair_of_many_like_hashes_is_found_once(monkeypatch, large):
+    """300 frames of a still scene share most of their keys."""
+    rng = np.random.default_rng(0)
+    frames = np.repeat(rng.integers(0, 2**64, (1, 4), np.uint64), 300, axis=0)
+    frames = flipped(frames, np.full(300, 4), rng)
+    assert len(np.unique(frames, axis=0)) == 300
+    monkeypatch.setattr(duplicates, "_LARGE", 0 if large else 1000)
+    found = duplicates.near_hashes(np.stack([frames, 0 * frames], 1), 8)
+    assert len(found) == len(duplicates.of_records(found)) == 300 * 299 // 2
+
+
 def test_of_several_the_first_stays_and_those_of_other_sets_always():
     pairs = np.array([[0, 1], [0, 3], [3, 4], [5, 7], [6, 7]])
     assert duplicates.leave_out(pairs, 2, 9).tolist() == [
@@ -87,6 +102,18 @@ def test_features_pair_what_hashes_do_not():
     x[9] = np.nan
     pairs, cosine = duplicates.pairs_of_features(x, 0.95)
     assert pairs.tolist() == [[4, 31], [7, 20]] and cosine[0] > 0.999 > cosine[1] > 0.95
+
+
+def test_a_pair_that_both_find_has_both_distances(monkeypatch):
+    source = types.SimpleNamespace(num_examples=5)
+    pairs, cosine = np.array([[0, 1], [1, 2], [2, 4]]), np.float32([0.99, 0.98, 0.97])
+    monkeypatch.setattr(duplicates, "pairs_of_features", lambda *_: (pairs, cosine))
+    by_hash = np.array([[0, 8, 3], [4, 8, 5], [2, 4, 7]])  # of hashes, two for each record
+    found = duplicates.find([source], by_hash, [np.zeros((5, 2))], 0.9)
+    assert [*zip(found.pairs.tolist(), found.bits, strict=True)] == [
+        ([0, 4], 3), ([2, 4], 5), ([1, 2], 7), ([0, 1], -1)
+    ]  # fmt: skip
+    np.testing.assert_array_equal(found.cosine, np.float32([np.nan, 0.97, 0.98, 0.99]))
 
 
 def detailed(seed):
@@ -143,8 +170,66 @@ def test_features_of_other_records_are_refused(images, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def write_array(path):
+    with open(path, "wb") as file:
+        np.save(file, np.zeros((7, 2)))
+
+
+def write_cut(path):
+    np.savez(path, features=np.zeros((7, 2)), record=["a"] * 7)
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+@pytest.mark.parametrize("write", [write_array, write_cut, lambda path: path.touch()])
+def test_files_that_hold_no_features_are_refused(tmp_path, write):
+    write(path := tmp_path / "x.npz")
+    with pytest.raises(InputError, match=r"x\.npz: cannot be read"):
+        duplicates.read_features(str(path), types.SimpleNamespace(num_examples=7))
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "usearch"])
+def test_a_missing_package_is_found_before_the_work(images, tmp_path, capsys, monkeypatch, missing):
+    names = make_source("folder", split="train", image_size=(8, 8), data_dir=str(images))
+    record = [names.record_name(i) for i in range(names.num_examples)]
+    np.savez(tmp_path / "x.npz", features=np.ones((len(record), 2)), record=record)
+    monkeypatch.setitem(sys.modules, missing, None)
+    more = [f"--features={tmp_path}/x.npz"] * (missing == "usearch")
+    assert main(words_of(images, tmp_path / "out", *more)) == 2
+    assert missing in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
-def test_beam_finds_the_same_pairs(images, tmp_path):
+@pytest.mark.parametrize("large", [False, True])
+def test_beam_finds_the_same_pairs(images, tmp_path, monkeypatch, large):
+    """Of pictures, of hashes that are equal, and of such as differ in some bits."""
+    pytest.importorskip("apache_beam", reason="needs the extra curation")
+    from vit_jax.curation.beam import pairs_on_beam
+
+    monkeypatch.setattr(duplicates, "_LARGE", 0 if large else 1000)
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 2**64, (40, 2, 4), np.uint64)
+    hashes[10:16] = hashes[0]
+    hashes[20:30, 1] = flipped(hashes[:10, 0], np.arange(1, 11), rng)
+    hashes[30:34, 0] = flipped(np.repeat(hashes[3:4, 0], 4, 0), np.arange(2, 6), rng)
+    hashes[39] = 0  # flat
+    parts = []
+    for first, stop, offset in ((0, 7, 0), (7, 15, 0), (0, 25, 15)):
+        path = tmp_path / f"{offset}-{first}"
+        path.write_bytes(hashes[offset + first : offset + stop].tobytes())
+        where = {"data": Data(name="folder"), "fingerprint": "", "path": str(path)}
+        parts.append(duplicates.Part(first=first, stop=stop, offset=offset, **where))
+    left = tmp_path / duplicates.FOLDER / "pairs/pairs-00007-of-00008"  # by a run with more shards
+    left.parent.mkdir(parents=True)
+    left.write_text("2 77 0\n")
+    # In this process, where the number of a large set is the changed one.
+    found = pairs_on_beam(["--runner=DirectRunner"], epath.Path(tmp_path))(parts, 20)
+    expected = duplicates.pairs_here(parts, 20)
+    assert len(expected) > 30 and not left.parent.exists()
+    assert sorted(found.tolist()) == sorted(expected.tolist())
+
+
+@pytest.mark.slow
+def test_beam_hashes_as_processes_do(images, tmp_path):
     pytest.importorskip("apache_beam", reason="needs the extra curation")
     from vit_jax.curation.beam import on_beam, pairs_on_beam
 

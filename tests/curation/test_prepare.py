@@ -1,5 +1,6 @@
 """Prepared sets: the records of the source, in each format, whatever was killed meanwhile."""
 
+import concurrent.futures.process
 import dataclasses
 import io
 import json
@@ -7,15 +8,18 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import types
 import unittest.mock
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -32,9 +36,10 @@ from prepared_sets import (
 )
 
 from vit_jax.base.errors import InputError
-from vit_jax.curation.formats import Facts, Parquet, Row
+from vit_jax.base.files import write_whole
+from vit_jax.curation.formats import Facts, Parquet, Row, Tar
 from vit_jax.curation.pictures import Rule
-from vit_jax.curation.prepare import Progress, verify
+from vit_jax.curation.prepare import Progress, in_processes, verify
 from vit_jax.curation.shards import open_splits
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
@@ -116,6 +121,53 @@ def test_what_was_killed_is_made_again_with_the_same_bytes(tar):
     assert (plan.folder / "train-00000.tar").stat().mtime == kept
 
 
+@pytest.mark.parametrize("name", ["plan.json", "broken.csv", "classes.txt", "manifest.json"])
+def test_a_stop_before_any_file_changes_no_byte(images, tmp_path, tar, monkeypatch, name):
+    plan = plan_of(tmp_path / "birds", data_dir=images)
+
+    def write(path, content):
+        if path.name == name:
+            path.with_name(f".{name}.0123abcd.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
+        write_whole(path, content)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        for module in ("prepare", "formats"):
+            patched.setattr(f"vit_jax.curation.{module}.write_whole", write)
+        make(plan)
+    assert not (plan.folder / name).exists()
+    make(plan)
+    assert files_of(plan) == files_of(tar[0])
+
+
+def test_an_object_store_gets_the_same_bytes(images, tmp_path, tar, monkeypatch):
+    monkeypatch.setattr("vit_jax.curation.shards.is_object", lambda path: True)
+    monkeypatch.setattr("vit_jax.curation.shards._BLOCK", 1000)
+    make(plan := plan_of(tmp_path / "birds", data_dir=images))
+    assert files_of(plan) == files_of(tar[0])
+
+
+def test_a_set_without_readable_pictures_is_refused(tmp_path):
+    for name in ("train/a/0.jpg", "val/a/0.jpg"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True)
+        (tmp_path / "in" / name).write_bytes(b"none")
+    plan = plan_of(tmp_path / "out", data_dir=tmp_path / "in")
+    with pytest.raises(InputError, match=r"train: no picture .*: train/a/0.jpg: it holds no"):
+        make(plan)
+    assert "train/a/0.jpg" in (plan.folder / "broken.csv").read_text()
+    with pytest.raises(InputError, match="has no manifest"):
+        verify(plan.folder)
+
+
+def test_a_killed_worker_is_an_error_with_a_remedy(monkeypatch):
+    job, pool = concurrent.futures.Future(), unittest.mock.MagicMock()
+    job.set_exception(concurrent.futures.process.BrokenProcessPool())
+    pool.return_value.__enter__.return_value.submit.return_value = job
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", pool)
+    with pytest.raises(InputError, match=r"--workers=2: one was killed, .* take fewer"):
+        in_processes(2)(print, [1], Progress(1))
+
+
 def test_verify_finds_a_changed_byte(tar, capsys):
     plan, _ = tar
     shard = plan.folder / "train-00002.tar"
@@ -125,27 +177,88 @@ def test_verify_finds_a_changed_byte(tar, capsys):
     shard.write_bytes(before)
     assert code == 1
     assert "train-00002.tar: has changed; remove it and" in capsys.readouterr().err
+    shard.unlink()
+    assert verify(plan.folder) == ["train-00002.tar: is missing; prepare again"]
+    shard.write_bytes(before)
 
 
 @pytest.mark.parametrize("file_format", ["tar", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_captions_and_several_labels_are_kept(images, tmp_path, file_format):
     rows = [
-        {"file": f"{images}/train/a/0.jpg", "labels": ["cat", "dog"], "caption": ["two", "more"]},
+        {"file": f"{images}/train/a/0.jpg", "labels": ["cat", "dog"],
+         "caption": ["two", "half a sign \ud83d", "more"]},
         {"file": f"{images}/train/a/1.jpg", "labels": [], "caption": "none"},
         {"file": f"{images}/train/a/2.jpg", "labels": ["dog"], "caption": []},
-    ]
+    ]  # fmt: skip
     for split in ("train", "val"):
         text = "\n".join(map(json.dumps, rows))
         (tmp_path / f"in/{split}.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / f"in/{split}.jsonl").write_text(text)
     plan = plan_of(tmp_path / "out", file_format, "list", tmp_path / "in", captions=True)
-    make(plan)
+    assert make(plan)["splits"]["train"]["lost_captions"] == 1
     source = open_splits(prepared(plan))["train"]
     assert source.class_names == ("cat", "dog")
     assert [label for _, label in pictures(prepared(plan))] == [[1, 1], [0, 0], [0, 1]]
     texts = [[c if isinstance(c, str) else c.decode() for c in found]
              for found in source.captions([0, 1, 2])]  # fmt: skip
     assert texts == [["two", "more"], ["none"], []]
+
+
+def write_tar(path, members):
+    path.parent.mkdir()
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path.parent
+
+
+def test_captions_are_read_as_in_training(tmp_path):
+    members = {"0.jpg": encoded(smooth(0)), "0.cls": b"0", "0.txt": b"\xef\xbb\xbfa dog"}
+    where = write_tar(tmp_path / "in/train.tar", members)
+    make(plan := plan_of(tmp_path / "out", "tar", "tar", where, captions=True))
+    assert [*open_splits(prepared(plan))["train"].captions([0])] == [["a dog"]]
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"), [("123", [1, 2]), ("10", [0, 1]), ("123", [1, -1, 0]), ("0a2", [2, 2])]
+)
+def test_names_that_are_numbers_are_no_labels_in_tar(tmp_path, names, labels):
+    """The label 1 is the second class, "2", and not the class "1"."""
+    images, where = np.stack([smooth(i) for i in range(len(labels))]), tmp_path / "all.npz"
+    np.savez(where, train_images=images, train_labels=labels, class_names=[*names])
+    make(plan := plan_of(tmp_path / "out", "tar", "arrays", where))
+    assert open_splits(prepared(plan))["train"].class_names == tuple(names)
+    assert [label for _, label in pictures(prepared(plan))] == [
+        [int(label == c) for c in range(len(names))] if -1 in labels else label for label in labels
+    ]
+
+
+@pytest.mark.parametrize("source", ["folder", "tar"])
+def test_a_turned_jpeg_stays_a_jpeg(images, tmp_path, source):
+    turned = images / "train/a/turned.jpg"
+    where = images
+    if source == "tar":
+        members = {"0.jpg": turned.read_bytes(), "0.cls": b"0"}
+        where = write_tar(tmp_path / "in/train.tar", members)
+    make(plan := plan_of(tmp_path / "out", "tar", source, where))
+    found = [image for image, _ in pictures(prepared(plan)) if to_pixels(image).shape[0] == 90]
+    assert len(found) == 1 and found[0].startswith(b"\xff\xd8") and b"Exif" not in found[0]
+    expected = np.asarray(PIL.ImageOps.exif_transpose(PIL.Image.open(turned)), float)
+    assert abs(to_pixels(found[0]) - expected).mean() < 3
+
+
+def test_names_of_files_in_tar_stay_readable(tmp_path):
+    path = tmp_path / "train-00000.tar"
+    names = ("a/\u732b 1.x.jpg", "\u732b" * 99, "\udcff.jpg", "")
+    rows = (Row(i, encoded(smooth(i)), (), (), name) for i, name in enumerate(names))
+    Tar().write(str(path), rows, Facts((), False, False, True))
+    with tarfile.open(path, encoding="utf-8") as tar:
+        assert tar.getnames() == [
+            "000000000/\u732b_1_x.jpg", f"000000001/{26 * chr(0x732B)}.jpg",
+            "000000002/_.jpg", "000000003.jpg",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("file_format", ["tar", "parquet"])
@@ -184,9 +297,12 @@ def test_another_set_is_not_mixed_in(tar, keys, changes, said):
 
 
 def test_tuples_of_the_settings_are_found_again(images, tmp_path):
-    plan = plan_of(tmp_path / "out", data_dir=images)
-    plan = dataclasses.replace(plan, data=dataclasses.replace(plan.data, image_size=(32, 32)))
-    assert make(plan) == make(plan)
+    plan = plan_of(tmp_path / "my out", data_dir=images)
+    data = dataclasses.replace(plan.data, image_size=(32, 32), pixel_range=(0.0, 9.0))
+    manifest = make(plan := dataclasses.replace(plan, data=data))
+    assert manifest == make(plan)
+    read_by = ("name=tar", f"data_dir={plan.output}", "pixel_range=(0.0, 9.0)")
+    assert shlex.split(manifest["read_by"]) == [f"--config.data.{key}" for key in read_by]
 
 
 def test_a_rule_never_enlarges_and_keeps_bytes_that_fit(tmp_path):
@@ -343,19 +459,30 @@ def test_ten_kills_change_no_byte(cifar, tmp_path):
     whole, killed = tmp_path / "whole/cifar", tmp_path / "killed/cifar"
     subprocess.run([*words, f"--output={whole}"], check=True, cwd=ROOT)
     shards, drawn, kills = 50, random.Random(0), 0
+
+    def kill(reached, wait_s):
+        """Whether the command was killed that long after `reached`, before its end."""
+        job = subprocess.Popen([*words, f"--output={killed}"], cwd=ROOT)
+        while job.poll() is None and not reached():
+            time.sleep(0.001)
+        time.sleep(wait_s)
+        was_running = job.poll() is None
+        job.kill()
+        job.wait()
+        return was_running
+
+    assert kill((killed / ".prepared").exists, 0)
     while kills < 10:
         before = len([*killed.glob(".prepared/*-*.json")])
-        job = subprocess.Popen([*words, f"--output={killed}"], cwd=ROOT)
-        while job.poll() is None and len([*killed.glob(".prepared/*-*.json")]) < before + 2:
-            time.sleep(0.01)
-        time.sleep(drawn.random() / 5)
-        if job.poll() is None:
-            job.kill()
-            kills += 1
-        job.wait()
+
+        def made_two(before=before):
+            return len([*killed.glob(".prepared/*-*.json")]) >= before + 2
+
+        kills += kill(made_two, drawn.random() / 5)
         if before + 2 >= shards:  # the last kills meet a set that is begun again
             shutil.rmtree(killed / ".prepared", ignore_errors=True)
             shutil.rmtree(killed, ignore_errors=True)
     time.sleep(2)  # workers end with their parent
+    kill((killed / "broken.csv").exists, 0)
     subprocess.run([*words, f"--output={killed}"], check=True, cwd=ROOT)
     assert files_of(plan_of(killed)) == files_of(plan_of(whole))

@@ -67,7 +67,7 @@ def test_colours_are_those_of_the_pixels(sections, pixels):
 
 
 def test_the_longest_captions_come_first():
-    captions = [("ab", b"abcd"), (), ("a" * 9,), *[("x",)] * 30]
+    captions = [("ab", b"\xef\xbb\xbfabcd"), (), ("a" * 9,), ("half \ud83d",), *[("x",)] * 30]
     source = argparse.Namespace(
         captions=lambda ids: (captions[i] for i in ids),
         num_examples=len(captions),
@@ -75,7 +75,10 @@ def test_the_longest_captions_come_first():
     )
     (section,) = _captions(source)
     assert section.found == "the longest has 9 characters"
-    assert section.table[1:4] == [(9, "2.png", "a" * 9), (4, "0.png", "abcd"), (2, "0.png", "ab")]
+    assert section.table[1:5] == [
+        (9, "2.png", "a" * 9), (8, "3.png", "half " + 3 * "\ufffd"), (4, "0.png", "abcd"),
+        (2, "0.png", "ab"),
+    ]  # fmt: skip
     assert len(section.table) == 1 + 20
 
 

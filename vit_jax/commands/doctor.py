@@ -27,7 +27,12 @@ from rich.text import Text
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.commands.flags import define_config_flags, define_format_flag, load_valid_config
+from vit_jax.commands.flags import (
+    define_config_flags,
+    define_format_flag,
+    load_valid_config,
+    need_package,
+)
 from vit_jax.config import Settings
 from vit_jax.job import exit_codes
 
@@ -104,6 +109,9 @@ def _survey(flags: argparse.Namespace, run: "Run") -> Iterator["Finding"]:
     from vit_jax.diagnosis.doctor import Finding
     from vit_jax.insight.pages import write_page
 
+    need_package("--output", "jinja2", "report")
+    if flags.init_from is not None:
+        need_package("--init_from", "cleanlab", "curation")
     trained = mixed_keys(run.settings.data)
     source, named = run.sources[key := train_split(run.settings.data)], {}
     for k, found in {key: source, **run.sources}.items():

@@ -8,7 +8,7 @@
 
 SOURCE and --config.data.KEY name the set as in `prepare`; it is the split data.split. Pictures of
 the sets in --against stay, and of several near ones the first in SOURCE. DIR gets exclude.npz, the
-records to leave out; pairs.csv, all pairs; and page.html, some of them to look at, for which run
+records to leave out; pairs.csv, the pairs; and page.html, some of them to look at, for which run
 pip install -e '.[report]'. Pictures are near by the PDQ hash, also if one is mirrored, and with
 --features by a model too. After an interruption run the same command again.
 """
@@ -28,12 +28,13 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands.flags import (
     define_data_flags,
     find_data_faults,
+    need_package,
     read_data,
     split_name,
 )
 from vit_jax.job import exit_codes
 
-_MOST_BITS = 31  # up to here all pairs of a small set are found
+_MOST_BITS = 31  # up to here all near hashes of a small set are found
 
 if TYPE_CHECKING:
     from vit_jax.config.sections import Data
@@ -92,6 +93,7 @@ def main(flags: argparse.Namespace) -> int:
 
     runner, finder = in_processes(flags.workers), found_in.pairs_here
     if flags.beam is not None:
+        need_package("--beam", "apache_beam", "curation")
         from vit_jax.curation.beam import on_beam, pairs_on_beam
 
         options = shlex.split(flags.beam)
@@ -101,18 +103,18 @@ def main(flags: argparse.Namespace) -> int:
     in_order = zip(flags.features[1:] + flags.features[:1], sources, strict=True)
     features = [found_in.read_features(*pair) for pair in in_order] if flags.features else []
     parts = found_in.parts_of(flags.output, [*zip(sets, sources, strict=True)])
+    if features:
+        need_package("--features", "usearch", "curation")
+    need_package("page.html", "jinja2", "report")
     flags.output.mkdir(parents=True, exist_ok=True)
     runner(found_in.hash_part, parts, Progress(len(parts)))
     by_hash = finder(parts, flags.distance)
     found = found_in.find(sources, by_hash, features, flags.similarity)
     out = np.flatnonzero(found.out)
-    contents = {
-        "pairs.csv": as_csv([*found_in.table_of(found, sources)]),
-        "page.html": write_page("Near duplicates", found_in.sections_of(found, sources)),
-        "exclude.npz": ids_to_bytes(out, sources[-1].fingerprint),
-    }
-    for name, content in contents.items():
-        files.write_whole(flags.output / name, content)
+    files.write_whole(flags.output / "pairs.csv", as_csv([*found_in.table_of(found, sources)]))
+    files.write_whole(flags.output / "exclude.npz", ids_to_bytes(out, sources[-1].fingerprint))
+    page = write_page("Near duplicates", found_in.sections_of(found, sources))
+    files.write_whole(flags.output / "page.html", page)
     counts = {"records": sources[-1].num_examples, "pairs": len(found.pairs), "left_out": len(out)}
     print(json.dumps({"output": os.fspath(flags.output), **counts}))
     return exit_codes.DONE

@@ -25,6 +25,7 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import (
     define_data_flags,
     find_data_faults,
+    need_package,
     positive_int,
     read_data,
 )
@@ -75,6 +76,7 @@ def main(flags: argparse.Namespace) -> int:
 
     plan, runner = _read_plan(flags), in_processes(flags.workers)
     if flags.beam is not None:
+        need_package("--beam", "apache_beam", "curation")
         from vit_jax.curation.beam import on_beam
 
         runner = on_beam(shlex.split(flags.beam))

@@ -11,7 +11,14 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.curation.duplicates import Finder, Part, hashes_of, keys_of, pairs_within
+from vit_jax.curation.duplicates import (
+    FOLDER,
+    Finder,
+    Part,
+    hashes_of,
+    keys_of,
+    pairs_within,
+)
 from vit_jax.curation.prepare import Progress, Runner
 
 _POLL_MS = 10_000
@@ -19,14 +26,12 @@ _AT_ONCE = 1000  # hashes whose keys are made together
 
 
 class Beam:
-    """Pipelines with the options of Beam; raises InputError without Beam."""
+    """Pipelines with the options of Beam."""
 
     def __init__(self, options: Sequence[str]):
-        try:
-            import apache_beam
-            from apache_beam.options.pipeline_options import PipelineOptions
-        except ImportError as e:
-            raise InputError(f"--beam: {e}; run pip install -e '.[curation]'") from None
+        import apache_beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+
         self.beam = apache_beam
         self.pipeline = functools.partial(apache_beam.Pipeline, options=PipelineOptions([*options]))
 
@@ -78,9 +83,9 @@ def on_beam(options: Sequence[str]) -> Runner:
 def pairs_on_beam(options: Sequence[str], folder: epath.Path) -> Finder:
     """As `duplicates.pairs_here`, by two GroupByKeys: of equal hashes, and of equal keys.
 
-    The pairs pass through text files in `folder`.
+    The pairs pass through text files in a folder below `folder`, which is emptied first.
     """
-    engine = Beam(options)
+    engine, passed = Beam(options), folder / FOLDER / "pairs"
     beam = engine.beam
 
     def run(parts: Sequence[Part], distance: int) -> np.ndarray:
@@ -100,15 +105,14 @@ def pairs_on_beam(options: Sequence[str], folder: epath.Path) -> Finder:
             | beam.BatchElements(_AT_ONCE, _AT_ONCE)
             | "keys" >> beam.FlatMap(_keys, number)
             | "equal keys" >> beam.GroupByKey()
-            | "near" >> beam.FlatMap(_near, distance)
+            | "near" >> beam.FlatMap(_near, distance, number)
         )
-        (same, near) | beam.Flatten() | beam.io.WriteToText(f"{folder}/pairs")
+        passed.rmtree(missing_ok=True)  # of a run that was stopped
+        (same, near) | beam.Flatten() | beam.io.WriteToText(f"{passed}/pairs")
         engine.run(pipeline)
-        found = [np.zeros((0, 3), np.int64)]
-        for path in folder.glob("pairs-*"):
-            found.append(np.array(path.read_text().split(), np.int64).reshape(-1, 3))
-            path.unlink()
-        return np.concatenate(found)
+        texts = " ".join(path.read_text() for path in passed.iterdir() if path.is_file())
+        passed.rmtree()
+        return np.array(texts.split(), np.int64).reshape(-1, 3)
 
     return run
 
@@ -133,9 +137,10 @@ def _keys(batch: Sequence[tuple[bytes, int]], number: int) -> Iterator[Any]:
             yield (nth, key), row
 
 
-def _near(bucket: tuple[Any, Sequence[tuple[bytes, int]]], distance: int) -> Iterator[str]:
-    hashes, ids = zip(*bucket[1], strict=True)
+def _near(bucket: tuple[Any, Sequence[Any]], distance: int, number: int) -> Iterator[str]:
+    (nth, _), rows = bucket
+    hashes, ids = zip(*rows, strict=True)
     of_ids = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 4)
     same = np.zeros(len(ids), np.uint8)
-    for pairs in pairs_within(same, np.array(ids), of_ids, distance):
+    for pairs in pairs_within(same, np.array(ids), of_ids, distance, nth, number):
         yield from (f"{a} {b} {apart}" for a, b, apart in pairs.tolist())

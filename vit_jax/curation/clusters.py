@@ -9,6 +9,7 @@ Axes: N records, D features, K clusters of a level.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,7 +48,8 @@ def find_clusters(
     ).fit(x_MD)  # fmt: skip
     label_N = np.full(len(features), -1, np.int32)
     for ids, x_ND in features.read():
-        label_N[ids] = model.predict(x_ND)
+        if len(ids):
+            label_N[ids] = model.predict(x_ND)
     centres_KD, parents = model.cluster_centers_, list[np.ndarray]()
     for number in numbers[1:]:
         above = KMeans(number, n_init=1, random_state=seed).fit(centres_KD)
@@ -74,8 +76,8 @@ def sample_balanced(
     if keep > len(known):
         raise InputError(f"--keep={keep}: there are only {len(known)} records with features")
     sizes = [np.bincount(label_N[known], minlength=max(map(len, parents), default=0))]
-    for parent_K in parents:
-        sizes.append(np.bincount(parent_K, sizes[-1]).astype(np.int64))
+    for parent_K, above in itertools.zip_longest(parents, parents[1:], fillvalue=()):
+        sizes.append(np.bincount(parent_K, sizes[-1], len(above)).astype(np.int64))
     shares = split_evenly(sizes.pop(), keep, rng)
     for parent_K, size_K in zip(reversed(parents), reversed(sizes), strict=True):
         below = np.zeros(len(parent_K), np.int64)

@@ -11,6 +11,7 @@ same functions.
 from __future__ import annotations
 
 import itertools
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,11 +33,9 @@ FOLDER = ".hashes"
 _PART = 4096  # records that are hashed together
 _LARGE = 1 << 20  # records; from here on equal keys have 32 bits
 _BANDS, _BITS = 16, 16  # of a hash
-_BLOCK = 1 << 21  # hashes that are compared at once
+_BLOCK = 1 << 20  # pairs of hashes that are compared at once
 _SHOWN = 60  # pairs of the page
 _NEIGHBOURS = 16  # pictures of the nearest features that are looked at
-
-NONE = np.zeros((0, 3), np.int64)
 
 
 class Part(NamedTuple):
@@ -103,15 +102,33 @@ def keys_of(hashes: np.ndarray, number: int) -> Iterator[np.ndarray]:
         yield bands[:, a].astype(np.uint32) << 16 | bands[:, b]
 
 
+def _first_key(differs: np.ndarray, number: int) -> np.ndarray:
+    """The number in `keys_of` of the first key that hashes share: int64 (p,).
+
+    differs: uint16 (p, 16), the bits in which the two hashes of a pair, which share a key, differ.
+    """
+    if number < _LARGE:
+        band = (np.bitwise_count(differs) < 2).argmax(1)
+        lower = np.maximum(differs[np.arange(len(band)), band], 1) - 1  # bits below the other one
+        return band * _BITS + np.bitwise_count(lower)
+    a, b = np.argsort(differs != 0, axis=1, kind="stable")[:, :2].T  # the first equal bands
+    return a * (2 * _BANDS - 1 - a) // 2 + b - a - 1
+
+
 def pairs_within(
-    keys: np.ndarray, ids: np.ndarray, hashes: np.ndarray, distance: int
+    keys: np.ndarray, ids: np.ndarray, hashes: np.ndarray, distance: int, nth: int, number: int
 ) -> Iterator[np.ndarray]:
     """Pairs with equal keys and near hashes: int64 (p, 3), two ids and their distance.
 
-    Args: keys, ids: (n,); hashes: uint64 (n, 4).
+    A pair that shares an earlier key too is left out: it is found by that one.
+
+    Args:
+      keys: (n,), number `nth` of `keys_of`, which says what `number` is.
+      ids: (n,).
+      hashes: uint64 (n, 4).
     """
     order = np.argsort(keys, kind="stable")
-    keys, ids, columns = keys[order], ids[order], hashes[order].T.copy()
+    keys, ids, hashes = keys[order], ids[order], hashes[order]
     counts = np.searchsorted(keys, keys, side="right") - np.arange(len(keys)) - 1
     ends = np.cumsum(counts)
     start = 0
@@ -119,14 +136,12 @@ def pairs_within(
         before = ends[start] - counts[start]
         stop = max(int(np.searchsorted(ends, before + _BLOCK)), start + 1)
         left = np.repeat(np.arange(start, stop), counts[start:stop])
-        nth = np.arange(before, before + len(left)) - np.repeat(
-            ends[start:stop] - counts[start:stop], counts[start:stop]
-        )
-        right = left + 1 + nth
-        apart = np.zeros(len(left), np.uint16)
-        for column in columns:
-            apart += np.bitwise_count(column[left] ^ column[right])
-        near = apart <= distance
+        firsts = np.repeat(ends[start:stop] - counts[start:stop], counts[start:stop])
+        right = left + 1 + np.arange(before, before + len(left)) - firsts
+        differs = hashes[left] ^ hashes[right]
+        apart = np.bitwise_count(differs).sum(1)
+        near = np.flatnonzero(apart <= distance)
+        near = near[_first_key(differs[near].view(np.uint16), number) == nth]
         yield np.stack([ids[left[near]], ids[right[near]], apart[near]], 1, dtype=np.int64)
         start = stop
 
@@ -137,7 +152,7 @@ def pairs_here(parts: Sequence[Part], distance: int) -> np.ndarray:
 
 
 def near_hashes(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Pairs int64 (p, 3) of hashes (n, 2, 4), and their distance; some come several times.
+    """Pairs int64 (p, 3) of hashes (n, 2, 4), and their distance, each once.
 
     Hash 2 i is of record i, and 2 i + 1 of its mirror image. Equal hashes are paired with the first
     of them, which stands for all.
@@ -147,12 +162,12 @@ def near_hashes(hashes: np.ndarray, distance: int) -> np.ndarray:
     unique, first, which = np.unique(flat[ids], axis=0, return_index=True, return_inverse=True)
     same = np.stack([ids[first[which]], ids, 0 * ids], 1)
     found = [same[same[:, 0] != same[:, 1]]]
-    for keys in keys_of(unique, len(flat) // 2):
-        found += pairs_within(keys, ids[first], unique, distance)
+    for nth, keys in enumerate(keys_of(unique, len(flat) // 2)):
+        found += pairs_within(keys, ids[first], unique, distance, nth, len(flat) // 2)
     return np.concatenate(found)
 
 
-# (parts whose hashes are written, distance) -> pairs of hashes; some may come several times.
+# (parts whose hashes are written, distance) -> pairs of hashes.
 Finder = Callable[[Sequence[Part], int], np.ndarray]
 
 
@@ -171,12 +186,10 @@ def pairs_of_features(x_ND: np.ndarray, similarity: float) -> tuple[np.ndarray, 
     """(int64 (p, 2), a < b; float32 (p,)): pairs of features and their cosine, at least so large.
 
     Each record is compared with those that an approximate index finds nearest to it; rows of NaN
-    are in no pair. Raises InputError without usearch.
+    are in no pair.
     """
-    try:
-        from usearch.index import Index
-    except ImportError as e:
-        raise InputError(f"--features: {e}; run pip install -e '.[curation]'") from None
+    from usearch.index import Index
+
     ids = np.flatnonzero(np.isfinite(x_ND).all(1))
     if not len(ids):
         raise InputError("--features: no record has features; were the pictures readable?")
@@ -214,7 +227,7 @@ def read_features(path: str, source: Source) -> np.ndarray:
     try:
         with np.load(path) as stored:
             x_ND, names = stored["features"], stored["record"]
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as e:
         raise InputError(
             f"--features={path}: cannot be read ({e}); `vit_jax predict --features` writes one"
         ) from None
@@ -232,7 +245,7 @@ class Found(NamedTuple):
     """Near duplicates of the last of several sets, whose records are numbered one after the other.
 
     pairs: int64 (p, 2), a < b, b of the last set; the nearest by hash first, then by features.
-    bits, cosine: how near they are; -1 and NaN if only the other of the two was found.
+    bits, cosine: how near they are; -1 and NaN where they are not near enough to be found by it.
     out: which records of the last set are left out.
     """
 
@@ -260,7 +273,9 @@ def find(
     cosine = np.full(len(a), np.nan)
     if features:
         pairs, alike = pairs_of_features(np.concatenate(features), similarity)
-        new = ~np.isin(pairs @ (number, 1), a * number + b)
+        known, codes = a * number + b, pairs @ (number, 1)
+        new = ~np.isin(codes, known)
+        cosine[np.searchsorted(known, codes[~new])] = alike[~new]
         order = np.argsort(-alike[new], kind="stable")
         a, b = np.concatenate([np.stack([a, b]), pairs[new][order].T], 1)
         cosine = np.concatenate([cosine, alike[new][order]])

@@ -11,6 +11,7 @@ The bytes of a shard depend on its rows and on the versions of the libraries, on
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -23,6 +24,7 @@ from etils import epath, epy
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import write_whole
 from vit_jax.config.registries import SOURCES
+from vit_jax.data.class_names import places_of
 from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.shard_files import CLASSES
@@ -68,15 +70,23 @@ class Facts(NamedTuple):
         classes = source.class_names or ()
         if not classes and source.num_classes > 1:
             classes = tuple(map(str, range(source.num_classes)))
-        has_names = source.file_names is not None
-        return cls(classes, source.multi_label, source.captions is not None, has_names)
+        has_texts = source.captions is not None, source.file_names is not None
+        return cls(classes, source.multi_label, *has_texts)
+
+
+def _digits_of(classes: Sequence[str]) -> int:
+    """More digits than any name has, if the number of a class is another's name; else 0."""
+    places = places_of(classes)
+    is_name = any(places.get(str(i), i) != i for i in range(len(classes)))
+    return 1 + max(map(len, classes)) if is_name else 0
 
 
 class Tar:
     """Members PLACE.jpg or .png, PLACE.cls with the label, PLACE.json with captions or labels.
 
     The original name of the file follows the place, if it is known: PLACE/NAME.jpg. A picture
-    without a label has no PLACE.cls.
+    without a label has no PLACE.cls. If the number of a class is the name of another, all labels
+    are in PLACE.json, as numbers with so many zeros in front that they are no names.
     """
 
     reads: ClassVar[str] = "tar"
@@ -89,20 +99,23 @@ class Tar:
         return ""
 
     def write(self, path: str, rows: Iterable[Row], facts: Facts) -> None:
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        digits = _digits_of(facts.classes)
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT, encoding="utf-8") as tar:
             for row in rows:
                 key = f"{row.place:09}"
-                if stem := re.sub(r"[^\w-]", "_", pathlib.PurePath(row.name).stem, flags=re.ASCII):
-                    key += f"/{stem[:80]}"
-                for extension, content in self._members(row, facts):
+                if stem := re.sub(r"[^\w-]", "_", pathlib.PurePath(row.name).stem):
+                    key += f"/{stem.encode()[:80].decode(errors='ignore')}"
+                for extension, content in self._members(row, facts, digits):
                     member = tarfile.TarInfo(f"{key}.{extension}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
 
-    def _members(self, row: Row, facts: Facts) -> Iterable[tuple[str, bytes]]:
+    def _members(self, row: Row, facts: Facts, digits: int) -> Iterable[tuple[str, bytes]]:
         yield row.extension, row.image
         told: dict[str, Any] = {"caption": [*row.captions]} if facts.captions else {}
-        if facts.multi_label:
+        if digits:  # a reader would take some labels for names; see `number_labels`
+            told["label"] = [f"{label:0{digits}}" for label in row.labels if label >= 0]
+        elif facts.multi_label:
             told["label"] = [facts.classes[label] for label in row.labels]
         elif facts.classes and row.labels[0] >= 0:
             yield "cls", str(row.labels[0]).encode()
@@ -128,19 +141,17 @@ class Parquet:
 
     def write(self, path: str, rows: Iterable[Row], facts: Facts) -> None:
         schema = self._schema(facts)
+        values = (self._values(row, facts) for row in rows)
         with pq.ParquetWriter(path, schema) as writer:
-            group: list[dict[str, Any]] = []
-            for row in rows:
-                name = row.name.encode(errors="surrogateescape").decode(errors="replace")
-                image = {"bytes": row.image, "path": name or f"{row.place:09}.{row.extension}"}
-                label = [*row.labels] if facts.multi_label else next(iter(row.labels), None)
-                values = {"image": image, "label": label, "caption": [*row.captions]}
-                group.append({name: values[name] for name in schema.names})
-                if len(group) == _ROWS_OF_GROUP:
-                    writer.write_table(pa.Table.from_pylist(group, schema))
-                    group.clear()
-            if group:
+            while group := [*itertools.islice(values, _ROWS_OF_GROUP)]:
                 writer.write_table(pa.Table.from_pylist(group, schema))
+
+    def _values(self, row: Row, facts: Facts) -> dict[str, Any]:
+        """Values of a row by column; the schema may lack the last two."""
+        name = row.name.encode(errors="surrogateescape").decode(errors="replace")
+        image = {"bytes": row.image, "path": name or f"{row.place:09}.{row.extension}"}
+        label = [*row.labels] if facts.multi_label else next(iter(row.labels), None)
+        return {"image": image, "label": label, "caption": [*row.captions]}
 
     def _schema(self, facts: Facts) -> pa.Schema:
         image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -187,8 +198,8 @@ class TfRecord:
                 writer.write(_as_example(row, facts))
 
     def describe(self, output: epath.Path, facts: Facts, splits: Splits) -> None:
-        features: dict[str, Any] = {"image": tfds.features.Image()}
-        features["label"] = tfds.features.ClassLabel(names=[*facts.classes] or ["none"])
+        label = tfds.features.ClassLabel(names=[*facts.classes] or ["none"])
+        features: dict[str, Any] = {"image": tfds.features.Image(), "label": label}
         if facts.captions:
             features["caption"] = tfds.features.Sequence(tfds.features.Text())
         if facts.names:

@@ -63,7 +63,7 @@ def look_at(source: Source, start: int, stop: int) -> Looks:
     return found
 
 
-def _look(image: tf.Tensor, channels: int) -> tuple[tf.Tensor, tf.Tensor]:
+def _look(image: tf.Tensor, channels: int, _: object) -> tuple[tf.Tensor, tf.Tensor]:
     """(luma of 64 x 64 areas, float32; the `Looks.facts`)."""
     pixels = to_pixels(image, channels)
     size = tf.strings.length(image) if image.dtype == tf.string else tf.size(image)

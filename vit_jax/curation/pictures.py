@@ -20,7 +20,6 @@ from vit_jax.data.ops import parse_ops
 from vit_jax.data.records import stored_values
 from vit_jax.data.retries import sure_reads
 
-ENCODINGS = ("jpeg", "png")
 _PNG = b"\x89PNG"
 _AT_ONCE = 64  # pictures that pass from TensorFlow to Python together
 
@@ -45,7 +44,7 @@ class Rule:
     """How pictures are encoded; files that already are as asked keep their bytes.
 
     side: the shorter side of larger pictures, in pixels; smaller ones keep their size.
-    encoding: one of ENCODINGS; None: JPEGs stay JPEGs, all others become PNGs.
+    encoding: jpeg or png; None: JPEGs become JPEGs, all others PNGs.
     quality: of new JPEGs, 1 to 100.
     """
 
@@ -53,8 +52,12 @@ class Rule:
     encoding: str | None = None
     quality: int = 95
 
-    def encode(self, image: tf.Tensor, channels: int) -> tuple[tf.Tensor, tf.Tensor]:
+    def encode(
+        self, image: tf.Tensor, channels: int, was_jpeg: Callable[[], tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """(bytes, int32 (height, width)) of a source's image, encoded or uint8 pixels.
+
+        was_jpeg: whether the stored file is a JPEG, also where its reader turned it by EXIF.
 
         Raises: an error of TensorFlow if the image cannot be decoded.
         """
@@ -68,16 +71,15 @@ class Rule:
         return tf.cond(
             kept,
             lambda: (image, _sides(image)),
-            lambda: self._encode_anew(image, channels, is_jpeg),
+            lambda: self._encode_anew(image, channels, is_jpeg | was_jpeg()),
         )
 
     def _is_large(self, image: tf.Tensor) -> tf.Tensor:
-        if image.dtype != tf.string:
-            return tf.reduce_min(tf.shape(image)[:2]) > self.side
-        is_jpeg = tf.io.is_jpeg(image)
-        sides = tf.cond(
-            is_jpeg, lambda: tf.image.extract_jpeg_shape(image)[:2], lambda: _sides(image)
-        )
+        sides = tf.shape(image)[:2] if image.dtype != tf.string else tf.cond(
+            tf.io.is_jpeg(image),
+            lambda: tf.image.extract_jpeg_shape(image)[:2],
+            lambda: _sides(image),
+        )  # fmt: skip
         return tf.reduce_min(sides) > self.side
 
     def _encode_anew(
@@ -98,13 +100,7 @@ class Rule:
             return to_pixels(image)
         text = f"scaled_decode({self.side})|resize_small({self.side}, antialias=True)"
         ops, unused = parse_ops(text, (self.side, self.side))[0], tf.zeros([2], tf.int64)
-
-        def shrink() -> tf.Tensor:
-            smaller = image
-            for op in ops:
-                smaller = op(smaller, unused)
-            return smaller
-
+        shrink = functools.partial(functools.reduce, lambda x, op: op(x, unused), ops, image)
         return tf.cond(self._is_large(image), shrink, lambda: to_pixels(image))
 
 
@@ -122,8 +118,9 @@ def read_pictures(source: Source, ids: np.ndarray, rule: Rule) -> Iterator[Pictu
         yield Picture(record, image, label, (int(size[0]), int(size[1])))
 
 
-# Two tensors for an image, encoded or uint8 pixels, and its number of channels.
-Values = Callable[[tf.Tensor, int], tuple[tf.Tensor, tf.Tensor]]
+# Two tensors for an image, encoded or uint8 pixels, its number of channels, and `Rule.encode`'s
+# `was_jpeg`.
+Values = Callable[[tf.Tensor, int, Callable[[], tf.Tensor]], tuple[tf.Tensor, tf.Tensor]]
 
 
 def read_values(
@@ -146,12 +143,22 @@ def _read(
     """As `read_values`; failed reads are tried again only with `careful`, which takes longer."""
     files = source.record_files
 
+    def is_named_jpeg(record: int) -> np.ndarray:
+        name = source.file_names(record, record + 1)[0] if source.file_names else ""
+        return np.array(name.lower().endswith((".jpg", ".jpeg")))
+
     def value(stored: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
         with sure_reads() if careful else contextlib.nullcontext():
             example = files.parse(stored, record) if files else source.read(record)
+
+        def was_jpeg() -> tf.Tensor:
+            if files is not None:
+                return tf.io.is_jpeg(stored)
+            return tf.ensure_shape(tf.numpy_function(is_named_jpeg, [record], tf.bool), [])
+
         is_whole = tf.debugging.Assert(example["mask"] > 0, [record])
         with tf.control_dependencies([is_whole]):
-            return *values_of(example["image"], source.channels), example["label"]
+            return *values_of(example["image"], source.channels, was_jpeg), example["label"]
 
     @tf.autograph.experimental.do_not_convert  # which takes as long as 1,000 small pictures
     def make() -> tf.data.Dataset:

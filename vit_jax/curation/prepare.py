@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import csv
 import dataclasses
 import functools
 import importlib.metadata
-import io
 import json
 import logging
 import multiprocessing
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ import numpy as np
 from etils import epath
 
 import vit_jax
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, few
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.config.sections import Data
 from vit_jax.curation.formats import Facts, find_format
@@ -47,6 +46,7 @@ from vit_jax.curation.shards import (
     open_splits,
     shards_of,
 )
+from vit_jax.insight.tables import as_csv
 
 logger = logging.getLogger("vit_jax")
 
@@ -65,10 +65,10 @@ Runner = Callable[[Callable[[Any], Mapping[str, Any]], Sequence[Any], "Progress"
 
 
 def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
-    """Make what is missing of a set, and return its manifest without the shards.
+    """Make the missing shards of a set, and return its manifest without the list of files.
 
-    Raises: InputError if the source is missing, the format cannot hold it, or `output` holds
-      another set.
+    Raises: InputError if the source is missing, the format cannot hold it, `output` holds another
+      set, or a split has no picture that can be read.
     """
     shards, output = shards_of(plan), plan.folder
     facts = Facts.of(open_splits(plan)[plan.splits[0]])
@@ -80,7 +80,7 @@ def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
     runner(functools.partial(make_shard, plan), missing, Progress(len(missing)))
     records = {shard: finished(plan, shard) for shard in shards}
     if left := [shard for shard, record in records.items() if record is None]:
-        raise RuntimeError(f"{output}: {len(left)} shards are not finished; run the command again")
+        raise InputError(f"{output}: {len(left)} shards are not finished; run the command again")
     _remove_stale({plan.path(shard).parent for shard in shards} | {output / FOLDER})
     return _finish(plan, command, facts, {k: v for k, v in records.items() if v is not None})
 
@@ -109,7 +109,7 @@ def _begin(plan: Plan, shards: Sequence[Shard], command: str) -> str:
     path = plan.folder / FOLDER / "plan.json"
     stored = read_json(path, lambda found: found["command"])
     if stored is None:
-        if plan.folder.exists() and any(plan.folder.iterdir()):
+        if plan.folder.exists() and {*plan.folder.iterdir()} - {path.parent}:
             raise InputError(f"--output={plan.folder}: holds other files; give a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"command": command, **decided}, indent=2) + "\n")
@@ -141,19 +141,20 @@ def _finish(
     for shard, record in records.items():
         tallies[shard.split].add(Tally(**{k: v for k, v in record.items() if k in names}))
         lengths[shard.split].append(record["records"])
+    rows = [(split, *row) for split, tally in tallies.items() for row in tally.broken]
+    write_whole(plan.folder / "broken.csv", as_csv([("split", "name", "reason"), *rows]))
+    for split in (split for split, tally in tallies.items() if not tally.records):
+        reasons = few(f"{name}: {why}" for name, why in tallies[split].broken)
+        raise InputError(f"{plan.data.name} {split}: no picture can be read: {reasons}")
     splits = {split: (lengths[split], tally.image_bytes) for split, tally in tallies.items()}
     find_format(plan.format).describe(plan.folder, facts, splits)
-    text = io.StringIO(newline="")
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("split", "name", "reason"))
-    for split, tally in tallies.items():
-        rows.writerows((split, *row) for row in tally.broken)
-    write_whole(plan.folder / "broken.csv", text.getvalue().encode(errors="surrogateescape"))
-    read_by = reading_of(plan.folder, plan.format)
+    settings = {key: getattr(plan.data, key) for key in _READING}
+    read_by = {k: v for k, v in settings.items() if v != getattr(Data(), k)}
+    read_by = {**reading_of(plan.folder, plan.format), **read_by}
     manifest = {
         "command": command,
-        "read_by": " ".join(f"--config.data.{k}={v}" for k, v in read_by.items()),
-        "settings": {"format": plan.format, **{key: getattr(plan.data, key) for key in _READING}},
+        "read_by": shlex.join(f"--config.data.{k}={v}" for k, v in read_by.items()),
+        "settings": {"format": plan.format, **settings},
         "versions": _versions(),
         "splits": {split: _summary(tally, facts) for split, tally in tallies.items()},
     }
@@ -172,13 +173,12 @@ def reading_of(output: epath.Path, format: str) -> dict[str, str]:
 
 
 def _summary(tally: Tally, facts: Facts) -> dict[str, Any]:
-    names = facts.classes
     sides = {
         name: {"least": least, "mean": round(total / tally.records, 1), "greatest": greatest}
         for name, of in (("height", tally.height), ("width", tally.width))
         for least, total, greatest in [of] * bool(of)
     }
-    counts = {int(label): number for label, number in tally.classes.items()}
+    counts = sorted((int(label), number) for label, number in tally.classes.items())
     return {
         "records": tally.records,
         "broken": len(tally.broken),
@@ -186,7 +186,7 @@ def _summary(tally: Tally, facts: Facts) -> dict[str, Any]:
         "image_bytes": tally.image_bytes,
         **sides,
         "unlabelled": tally.unlabelled,
-        "classes": {names[label]: counts[label] for label in sorted(counts)},
+        "classes": {facts.classes[label]: number for label, number in counts},
     }
 
 
@@ -230,6 +230,9 @@ def in_processes(workers: int) -> Runner:
             try:
                 for job in concurrent.futures.as_completed(jobs):
                     progress.add(job.result())
+            except concurrent.futures.BrokenExecutor:
+                said = "one was killed, often for lack of memory; take fewer, and run it again"
+                raise InputError(f"--workers={workers}: {said}") from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -257,12 +260,11 @@ def verify(output: epath.Path) -> list[str]:
     if manifest is None:
         raise InputError(f"--verify: {output} has no manifest.json; prepare it first")
     faults = [
-        f"{file}: {fault}; remove it and prepare again"
+        f"{file}: {fault}"
         for file, expected in manifest["files"].items()
         if (fault := _fault_of(output / file, expected))
     ]
-    stored = manifest["settings"].items()
-    keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored}
+    keys = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["settings"].items()}
     keys |= reading_of(output, keys.pop("format"))
     data = Data(**keys)
     return faults or [
@@ -274,11 +276,11 @@ def verify(output: epath.Path) -> list[str]:
 
 def _fault_of(path: epath.Path, expected: Mapping[str, Any]) -> str:
     if not path.exists():
-        return "is missing"
+        return "is missing; prepare again"
     opened: IO[bytes] = path.open("rb")
     with opened as file:
         is_equal = digest_of(file) == expected["sha256"]
-    return "" if is_equal else "has changed"
+    return "" if is_equal else "has changed; remove it and prepare again"
 
 
 def _faults_of_split(data: Data, split: str, expected: Mapping[str, Any]) -> Iterable[str]:

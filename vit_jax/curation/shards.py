@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import os
-import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
@@ -31,6 +31,7 @@ from vit_jax.config import own_split
 from vit_jax.config.sections import Data
 from vit_jax.curation.formats import Facts, Row, find_format
 from vit_jax.curation.pictures import Picture, Rule, read_pictures
+from vit_jax.data.captions import as_text
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import record_order
 
@@ -186,7 +187,8 @@ def _written(path: epath.Path) -> Iterator[IO[bytes]]:
         with tempfile.NamedTemporaryFile() as local:
             with open(local.name, "rb") as written:
                 yield written
-            path.write_bytes(pathlib.Path(local.name).read_bytes())
+            with open(local.name, "rb") as written, path.open("wb") as stored:
+                shutil.copyfileobj(written, stored, _BLOCK)
         return
     with replaced(path) as file, open(file.name, "rb") as written:
         yield written
@@ -261,8 +263,8 @@ def _rows(source: data.Source, places: np.ndarray, plan: Plan, tally: Tally) -> 
         texts = list[str]()
         for caption in captions:
             try:
-                texts.append(caption.decode() if isinstance(caption, bytes) else caption)
-            except UnicodeDecodeError:
+                texts.append(as_text(caption))
+            except UnicodeError:
                 tally.lost_captions += 1
         tally.count(picture, labels)
         yield Row(place, picture.image, labels, texts, name)

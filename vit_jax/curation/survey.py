@@ -15,6 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from vit_jax.base.errors import InputError, few
 from vit_jax.curation.duplicates import Found, find, near_hashes, sections_of
 from vit_jax.curation.looks import Looks, look_at, small_pictures
+from vit_jax.data.captions import as_bytes
 from vit_jax.data.contract import Source, read_labels
 from vit_jax.data.order import spread
 from vit_jax.insight.pages import Section
@@ -132,8 +133,7 @@ def _duplicates(sources: Mapping[str, Source], looks: Mapping[str, Looks]) -> Se
     said += f"; {leaked:,} of them near one of {', '.join(in_order[:-1])}" * (len(sources) > 1)
     remedy = "`vit_jax duplicates` lists them for data.exclude" * bool(found.out.any())
     pictures = sections_of(found, ordered, _LISTED)[0].pictures
-    state = "warning" if leaked else "ok"
-    return Section("duplicates", state, said, remedy, pictures=pictures)
+    return Section("duplicates", "warning" if leaked else "ok", said, remedy, pictures=pictures)
 
 
 def _captions(source: Source) -> list[Section]:
@@ -142,7 +142,7 @@ def _captions(source: Source) -> list[Section]:
     texts = (
         (len(text), source.record_name(i), text)
         for i, captions in enumerate(source.captions(range(source.num_examples)))
-        for text in (t.decode(errors="replace") if isinstance(t, bytes) else t for t in captions)
+        for text in (as_bytes(c).decode("utf-8-sig", "replace") for c in captions)
     )
     rows = heapq.nlargest(_LISTED, texts)
     said = f"the longest has {rows[0][0]:,} characters" if rows else "there are none"
@@ -175,13 +175,9 @@ def odd_by_features(source: Source, records: np.ndarray, x_ND: np.ndarray) -> li
     A linear probe, cross-validated, judges the labels by confident learning (Northcutt et al. 2021,
     arXiv:1911.00068). An outlier is far from its nearest neighbours (Kuan and Mueller 2022,
     arXiv:2207.03061).
-
-    Raises: InputError without cleanlab.
     """
-    try:
-        from cleanlab.outlier import OutOfDistribution
-    except ImportError as e:
-        raise InputError(f"--init_from: {e}; run pip install -e '.[curation]'") from None
+    from cleanlab.outlier import OutOfDistribution
+
     valid = np.isfinite(x_ND).all(1)
     records, x_ND = records[valid], x_ND[valid]
     typical = OutOfDistribution().fit_score(features=x_ND, verbose=False)

@@ -142,9 +142,7 @@ def look_at(source: Source) -> tuple[str, str]:
     assert tokenizer is not None
     found: dict[str, list[int]] = {}
     for record, captions in _sample(source, _LOOKED_AT):
-        content = [
-            c if isinstance(c, bytes) else c.encode("utf-8", "surrogatepass") for c in captions
-        ]
+        content = [*map(as_bytes, captions)]
         digest.update(f"{record} {[*map(len, content)]}".encode() + b"".join(content))
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
         long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
@@ -206,6 +204,18 @@ def as_captions(value: Any) -> list[str | bytes]:
     return [value] if isinstance(value, str | bytes) else []
 
 
+def as_text(caption: str | bytes) -> str:
+    """A caption as text; raises UnicodeError if it is not UTF-8."""
+    text = caption.decode("utf-8-sig") if isinstance(caption, bytes) else caption
+    text.encode()  # JSON may hold half a character
+    return text
+
+
+def as_bytes(caption: str | bytes) -> bytes:
+    """A caption as it is stored, half characters included."""
+    return caption if isinstance(caption, bytes) else caption.encode("utf-8", "surrogatepass")
+
+
 def find_captions(values: Mapping[str, Any]) -> list[str | bytes]:
     """The captions under the first of NAMES where `values` has some."""
     return next(filter(None, (as_captions(values.get(name)) for name in NAMES)), [])
@@ -218,8 +228,7 @@ def _usable(
     texts, faults = list[str](), [] if captions else ["missing"]
     for caption in captions:
         try:
-            text = caption.decode("utf-8-sig") if isinstance(caption, bytes) else caption
-            text.encode()  # JSON may hold half a character
+            text = as_text(caption)
         except UnicodeError:
             faults.append("not UTF-8")
             continue
