@@ -332,10 +332,12 @@ def exports() -> str:
     found = {(r["model"], f"{r['format']} {r['precision']}"): r for r in read}
     heads, kinds = (dict.fromkeys(key[i] for key in found) for i in (1, 0))
 
-    def cell(row: dict) -> str:
+    def cell(row: dict | None) -> str:
+        if row is None:
+            return "not measured"
         return row["refused"] or f"{row['cosine']}; {row['error']}; {row['ms']} / {row['ours_ms']}"
 
-    lines = [(kind, *(cell(found[kind, head]) for head in heads)) for kind in kinds]
+    lines = [(kind, *(cell(found.get((kind, head))) for head in heads)) for kind in kinds]
     return _table(("model", *heads), lines)
 
 
