@@ -72,10 +72,13 @@ def training_rows(plan, size, steps=2):
 
 
 def files_of(plan):
-    """{path: bytes} of all finished files below the output, without the command and its place."""
+    """{path: bytes} of all finished files below the output, without the command and its place.
+
+    An index of a tar file, which its first reader makes, is none of them.
+    """
     root = pathlib.Path(plan.output)
     return {
         str(path.relative_to(root)): path.read_bytes().replace(plan.output.encode(), b"")
         for path in sorted(root.rglob("*"))
-        if path.is_file() and path.suffix != ".tmp"
+        if path.is_file() and path.suffix not in (".tmp", ".index")
     }
