@@ -149,7 +149,7 @@ def _finish(
     splits = {split: (lengths[split], tally.image_bytes) for split, tally in tallies.items()}
     find_format(plan.format).describe(plan.folder, facts, splits)
     settings = {key: getattr(plan.data, key) for key in _READING}
-    read_by = {k: v for k, v in settings.items() if v != getattr(Data(), k)}
+    read_by = {k: v for k, v in settings.items() if v != getattr(Data, k)}
     read_by = {**reading_of(plan.folder, plan.format), **read_by}
     manifest = {
         "command": command,
@@ -264,7 +264,8 @@ def verify(output: epath.Path) -> list[str]:
         for file, expected in manifest["files"].items()
         if (fault := _fault_of(output / file, expected))
     ]
-    keys = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["settings"].items()}
+    stored = manifest["settings"].items()
+    keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored}
     keys |= reading_of(output, keys.pop("format"))
     data = Data(**keys)
     return faults or [

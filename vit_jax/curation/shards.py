@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 from etils import epath
@@ -188,7 +188,7 @@ def _written(path: epath.Path) -> Iterator[IO[bytes]]:
             with open(local.name, "rb") as written:
                 yield written
             with open(local.name, "rb") as written, path.open("wb") as stored:
-                shutil.copyfileobj(written, stored, _BLOCK)
+                shutil.copyfileobj(written, cast("IO[bytes]", stored), _BLOCK)
         return
     with replaced(path) as file, open(file.name, "rb") as written:
         yield written
