@@ -10,7 +10,8 @@ A few seconds: --config=configs/folder.py:debug
 The word list reads a list of files and labels instead of a folder; multilabel reads a list with
 several labels per file: --config=configs/folder.py:multilabel --config.data.data_dir=LIST.csv
 With the word native pictures keep their shape: --config=configs/folder.py:ViT-S/16,native
-With packed they also have several sizes, four pictures in a row of tokens
+With packed a row of tokens holds four of them, in several sizes:
+  --config=configs/folder.py:ViT-S/16,packed
 If some classes are rare: --config.loss.class_weights=balanced
 """
 

@@ -1,4 +1,4 @@
-"""What squares, pictures in their own shape and packed rows do to 500 photographs.
+"""Measure how squares, own shapes and packed rows treat 500 photographs.
 
 python tools/token_shares.py --data_dir=DIR
 

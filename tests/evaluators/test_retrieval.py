@@ -56,6 +56,10 @@ def test_features_that_are_not_numbers_find_nothing(of_images):
     x_NE, nan = unit(RNG.standard_normal((20, 8))), np.full((20, 8), np.nan)
     found = recalls(*((nan, x_NE) if of_images else (x_NE, nan)), np.arange(20))
     assert {*found.values()} == {0.0}
+    one = x_NE.copy()
+    one[3] = np.nan
+    found = recalls(*((one, x_NE) if of_images else (x_NE, one)), np.arange(20))
+    assert {*found.values()} == {19 / 20}
 
 
 def data_of(captions):

@@ -98,7 +98,9 @@ def test_arrays_above_the_limit_of_a_file_are_in_a_second_one(
 
 def test_a_program_of_one_file_holds_less_than_2_gib(golden, tmp_path, monkeypatch):
     monkeypatch.setattr(runtimes, "MOST_BYTES", 1000)
-    with pytest.raises(InputError, match=r"the file holds at most 2; export as onnx, timm, hf or"):
+    with pytest.raises(
+        InputError, match=r"the file holds at most 2 GiB; export as onnx, timm, hf or"
+    ):
         vit_jax.export(golden / "hf_vit", tmp_path / "m.stablehlo", "stablehlo")
     assert not list(tmp_path.iterdir())
 

@@ -77,6 +77,9 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError("--init_from: needs --output=DIR too, for the page that it adds to")
     if flags.output is not None:
         files.check_folder(flags.output, "--output")
+        need_package("--output", "jinja2", "report")
+        if flags.init_from is not None:
+            need_package("--init_from", "cleanlab", "curation")
     asked = None
     if flags.config is not None:
         config = load_valid_config(flags)
@@ -109,9 +112,6 @@ def _survey(flags: argparse.Namespace, run: "Run") -> Iterator["Finding"]:
     from vit_jax.diagnosis.doctor import Finding
     from vit_jax.insight.pages import write_page
 
-    need_package("--output", "jinja2", "report")
-    if flags.init_from is not None:
-        need_package("--init_from", "cleanlab", "curation")
     trained = mixed_keys(run.settings.data)
     source, named = run.sources[key := train_split(run.settings.data)], {}
     for k, found in {key: source, **run.sources}.items():

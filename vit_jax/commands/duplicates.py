@@ -80,6 +80,9 @@ def main(flags: argparse.Namespace) -> int:
         faults.need(0 <= value <= most, f"--{flag}={value}: needs a number from 0 to {most}")
     collect_faults(faults)
     files.check_folder(flags.output, "--output")
+    need_package("--output", "jinja2", "report")
+    if flags.features:
+        need_package("--features", "usearch", "curation")
 
     from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
@@ -103,9 +106,6 @@ def main(flags: argparse.Namespace) -> int:
     in_order = zip(flags.features[1:] + flags.features[:1], sources, strict=True)
     features = [found_in.read_features(*pair) for pair in in_order] if flags.features else []
     parts = found_in.parts_of(flags.output, [*zip(sets, sources, strict=True)])
-    if features:
-        need_package("--features", "usearch", "curation")
-    need_package("page.html", "jinja2", "report")
     flags.output.mkdir(parents=True, exist_ok=True)
     runner(found_in.hash_part, parts, Progress(len(parts)))
     by_hash = finder(parts, flags.distance)

@@ -34,7 +34,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--format", help="npz, npz_v2, hf, hf_pair, timm, t2t, stablehlo, onnx or litert"
     )
     parser.add_argument(
-        "--max_shard_size", metavar="SIZE", help="of each file of weights in a folder; default: 5GB"
+        "--max_shard_size",
+        metavar="SIZE",
+        help="most bytes of a weight file in a folder; default: 5GB",
     )
     of_program = parser.add_argument_group("programs")
     of_program.add_argument(

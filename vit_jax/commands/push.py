@@ -36,7 +36,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--license", metavar="NAME", help="such as apache-2.0; default: as the source's at the Hub"
     )
-    parser.add_argument("--max_shard_size", metavar="SIZE", help="of each file; default: 5GB")
+    parser.add_argument(
+        "--max_shard_size", metavar="SIZE", help="most bytes of a weight file; default: 5GB"
+    )
     parser.add_argument("--dry_run", action="store_true", help="show all, send nothing")
 
 

@@ -110,9 +110,10 @@ def pairs_on_beam(options: Sequence[str], folder: epath.Path) -> Finder:
         passed.rmtree(missing_ok=True)  # of a run that was stopped
         (same, near) | beam.Flatten() | beam.io.WriteToText(f"{passed}/pairs")
         engine.run(pipeline)
-        texts = " ".join(path.read_text() for path in passed.iterdir() if path.is_file())
+        files = [path for path in passed.iterdir() if path.is_file()]
+        found = [np.fromstring(path.read_text(), np.int64, sep=" ") for path in files]
         passed.rmtree()
-        return np.array(texts.split(), np.int64).reshape(-1, 3)
+        return np.concatenate([*found, np.empty(0, np.int64)]).reshape(-1, 3)
 
     return run
 

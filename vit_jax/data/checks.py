@@ -70,12 +70,8 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     )
     if d.max_tokens is not None:
         _check_pictures(d, ops or ((), ()), faults)
-    most = max(d.pack or (0,))
-    faults.need(
-        most <= (d.max_tokens or 0),
-        f"data.pack={d.pack}: needs --config.data.max_tokens={most}, the patches of pictures in "
-        "evaluation, or more",
-    )
+    if d.pack is not None:
+        _check_rows(d, d.pack, faults)
     faults.check(check_classes, d.classes)
     if d.subset is not None:
         faults.check(subset_size, d.subset, None, "")
@@ -98,6 +94,21 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
             value = getattr(d, key)
             faults.need(not value, f"data.{key}={value!r}: synthetic data take none")
     _check_pixels(d, faults)
+
+
+def _check_rows(d: Data, pack: Sequence[int], faults: Faults) -> None:
+    """Check `data.pack`, the pictures of a row of tokens."""
+    most = max(pack, default=0)
+    faults.need(
+        isinstance(d.max_tokens, int) and most <= d.max_tokens,
+        f"data.pack={d.pack}: needs --config.data.max_tokens={most}, the patches of pictures in "
+        "evaluation, or more",
+    )
+    faults.need(
+        not d.keep_features,
+        f"data.pack={d.pack}: rows hold images, and data.keep_features=True reads none; leave one "
+        "out",
+    )
 
 
 def _check_pictures(

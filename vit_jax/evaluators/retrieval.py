@@ -28,8 +28,8 @@ def recalls(x_NE: np.ndarray, t_ME: np.ndarray, image_M: np.ndarray) -> dict[str
 
     Recall at k is the share of the images that have one of their captions among the k captions with
     the largest cosines, and the share of the captions that have their image among k images. Equal
-    cosines, to rounding, count as in random order, and NaN as the worst rank. At most 2^24 cosines
-    are held at a time.
+    cosines, to rounding, count as in random order. A pair whose cosine is NaN has the worst rank,
+    and is no rival of others. At most 2^24 cosines are held at a time.
 
     Args:
       x_NE, t_ME: of images and captions, each of length 1.
@@ -49,7 +49,7 @@ def recalls(x_NE: np.ndarray, t_ME: np.ndarray, image_M: np.ndarray) -> dict[str
         for own, above, equal, axis in (
             (best_N[part, None], above_N[part], equal_N[part], 1), (own_M, above_M, equal_M, 0),
         ):  # fmt: skip
-            above += (~(cosine_RM <= own + _ROUNDING)).sum(axis=axis)  # all, if one is NaN
+            above += ((cosine_RM > own + _ROUNDING) | np.isnan(own)).sum(axis=axis)
             equal += (abs(cosine_RM - own) <= _ROUNDING).sum(axis=axis)
 
     def recall(above: np.ndarray, equal: np.ndarray, top: int) -> float:

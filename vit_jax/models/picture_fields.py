@@ -39,7 +39,7 @@ class PictureFields:
         within=FROM_1,
     )  # fmt: skip
     pack: tuple[int, ...] | None = key(
-        None, "training: patches of each picture of a row, at most; None: one a row", within=FROM_1
+        None, "training: patches of each picture of a row, at most; None: one a row"
     )
     pos_filter: str = key(
         "bilinear", "how pictures in their own shape resample positions", choices=tuple(FILTERS)

@@ -56,7 +56,7 @@ def _make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) -
     if num_bytes > MOST_BYTES and not RUNTIMES[format].SPLITS:
         raise InputError(
             f"--format={format}: the parameters have {num_bytes / 2**30:.1f} GiB, but the file "
-            "holds at most 2; export as onnx, timm, hf or npz"
+            "holds at most 2 GiB; export as onnx, timm, hf or npz"
         )
     return make_program(pretrained, choice)
 

@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -94,10 +95,9 @@ def share_equal(
 
 def check_size(size: str, key: str) -> None:
     """Raise InputError, naming `key`, unless `size` is one of `write_tensors`."""
-    try:
-        _split({}, size, "")
-    except ValueError:
-        raise InputError(f"{key}={size}: needs a size such as 5GB or 500MB") from None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)[KMGT]B", size.upper())
+    if found is None or float(found[1]) <= 0:
+        raise InputError(f"{key}={size}: needs a size such as 5GB or 500MB")
 
 
 def write_tensors(
@@ -113,7 +113,8 @@ def write_tensors(
     counters = {name.replace(".running_mean", _COUNTER): np.zeros((), np.int64) for name in means}
     all_arrays = {**counters, **dict(sorted(arrays.items()))}
     most = max_shard_size or SHARD_SIZE if path.name == WEIGHTS else sys.maxsize
-    split = _split(all_arrays, most, f"{path.stem}{{suffix}}{path.suffix}")
+    stem = path.stem.replace("{", "{{").replace("}", "}}")
+    split = _split(all_arrays, most, f"{stem}{{suffix}}{path.suffix}")
     for file, names in split.filename_to_tensors.items():
         parts = _parts({name: all_arrays[name] for name in names})
         open_for_append(path.with_name(file), parts).close()
