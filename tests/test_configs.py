@@ -261,8 +261,9 @@ def prepared_by(spec, source, folder):
         "timm": timm_config.Config(Source(epath.Path(folder))).read_spec(
             spec.image_size, None, "antialiased"
         ),
-        "hf": huggingface_images.with_pixels(spec._replace(rule=None), pixels, False, "hf"),
-    }
+        "hf": huggingface_images.with_patches(spec, pixels, spec.rule.patch_size)
+        if spec.rule else huggingface_images.with_pixels(spec, pixels, False, "hf"),
+    }  # fmt: skip
     config = load("evaluate", "classification,debug")
     (key,) = splits_of(config, "classification").values()
     for name, found in specs.items():
@@ -299,10 +300,10 @@ def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
         source = types.SimpleNamespace(image_shape=shape)
         squashed = on_pixels(parse_ops(with_resize("decode"), spec.image_size)[0])
         for command, ops, rule in prepared_by(spec, source, tmp_path / str(i)):
-            is_cut = spec.rule is not None and command.startswith("run")
-            assert rule == (spec.rule if is_cut else None), (case, command)
-            exported = spec.rule is not None and not is_cut  # exports take images of one size
-            assert on_pixels(ops) == (squashed if exported else own), (case, command)
+            is_vit = command.startswith("timm")  # of one size; a NaFlexVit takes pictures
+            assert rule == (None if is_vit else spec.rule), (case, command)
+            squashes = spec.rule is not None and is_vit
+            assert on_pixels(ops) == (squashed if squashes else own), (case, command)
             assert shape or ops[0].takes_encoded, (case, command)
 
 

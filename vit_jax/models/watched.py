@@ -57,8 +57,8 @@ def watch() -> Iterator[Outputs]:
             outputs.layers.append(output)
         elif module.path == () and method == "tokens":
             outputs.tokens = output
-        elif module.path == () and method == "_encode_all":  # of a ViT: what `tokens` gives first
-            outputs.tokens = output[0]
+        elif module.path == () and method == "represent":  # of a ViT, which then calls no `tokens`
+            outputs.tokens = args[0]
         elif module.path == () and method == "draw_keep":
             outputs.keep = output
         elif module.path == () and method == "features":
