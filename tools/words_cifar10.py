@@ -5,8 +5,9 @@ python tools/words_cifar10.py WORKDIR --data_dir=DIR [--seeds=3] [--steps=3600] 
 Captions are made from class names of nine tenths of train, and from known changes of a third of
 these pictures. A run of 3,600 steps should take the CPU seconds of `cifar10:fast`. Runs are
 measured when they have ended, outside their CPU seconds: zero-shot, by a linear probe, and by
-retrieval among 90 test pictures. LiT takes the image tower of the run `captions` of its seed,
-which must be there. Runs that the CSV has are not run again; one that was stopped begins anew.
+retrieval among 90 test pictures. LiT trains a text tower on the frozen image tower of one run of
+`cifar10:fast,held_out` of as many steps, which is trained if it is not there. Runs that the CSV has
+are not run again; one that was stopped begins anew.
 """
 
 import argparse
@@ -140,6 +141,16 @@ def measure(
     return {key: value and 100 * value for key, value in row.items()}
 
 
+def make_tower(work: pathlib.Path, data_dir: pathlib.Path, steps: int) -> pathlib.Path:
+    """The workdir of a classifier that has seen the images of captions.npz, with their labels."""
+    tower = work / f"tower_{steps}"
+    if not (tower / "summary.json").exists():
+        keys = {"data.data_dir": data_dir, "duration": f"{steps} steps"}
+        flags = [f"--config.{key}={value}" for key, value in keys.items()]
+        train(["--config=cifar10:fast,held_out", *flags], tower)
+    return tower
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("workdir", type=pathlib.Path)
@@ -160,7 +171,7 @@ def main() -> None:
         keys = {"seed": seed, "duration": f"{args.steps} steps",
                 "data.data_dir": work / f"{captions}.npz"} | own  # fmt: skip
         if name == "LiT":
-            keys["init_from"] = max(work.glob(f"captions_{seed}_*/"))
+            keys["init_from"] = make_tower(work, data_dir, args.steps)
         for entry in entries:
             found = EVALS[entry] | {"data_dir": data_dir}
             keys |= {f"evals.{entry}.{key}": value for key, value in found.items()}
