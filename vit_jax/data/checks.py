@@ -72,6 +72,12 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         _check_pictures(d, ops or ((), ()), faults)
     if d.pack is not None:
         _check_rows(d, d.pack, faults)
+    _check_records(d, faults)
+    _check_pixels(d, faults)
+
+
+def _check_records(d: Data, faults: Faults) -> None:
+    """Check which records are read, and their labels."""
     faults.check(check_classes, d.classes)
     if d.subset is not None:
         faults.check(subset_size, d.subset, None, "")
@@ -93,7 +99,6 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         for key in ("classes", "exclude", "subset", "mix"):
             value = getattr(d, key)
             faults.need(not value, f"data.{key}={value!r}: synthetic data take none")
-    _check_pixels(d, faults)
 
 
 def _check_rows(d: Data, pack: Sequence[int], faults: Faults) -> None:

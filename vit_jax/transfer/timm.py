@@ -13,7 +13,6 @@ from etils import epath
 
 from vit_jax.base.errors import Faults
 from vit_jax.base.lazy import Lazy
-from vit_jax.data.native import PatchRule
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
@@ -114,9 +113,8 @@ def _read_vit(source: Source) -> Pretrained:
     arrays = source.arrays
     architecture = str(config.stated.get("architecture", ""))
     source.refuse(["its architecture"] if COMPUTES_OTHERWISE.match(architecture) else [])
-    kind = timm_blocks.find_kind(source, architecture)
-    if is_naflex:
-        kind = timm_naflex.naflex_kind(source, config.args, architecture)
+    kind = (timm_naflex.naflex_kind(source, config.args, architecture) if is_naflex
+            else timm_blocks.find_kind(source, architecture))  # fmt: skip
     source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)
@@ -163,10 +161,8 @@ def _read_vit(source: Source) -> Pretrained:
     model = timm_blocks.check_rotary(source, model, config.args)
     params = read_rows(vit_rows(model), source, model)
     spec = config.read_spec(image_size, model.num_classes, kind.resize).of(model.channels)
-    if is_naflex and (most := config.stated.get("max_tokens")):
-        rule, model = PatchRule(model.patch_size, most), model.clone(max_tokens=most)
-        spec = spec._replace(ops="decode", rule=rule)
-    return Pretrained(str(source.path), model, params, spec)
+    most = config.stated.get("max_tokens") if is_naflex else None
+    return timm_naflex.of_pictures(Pretrained(str(source.path), model, params, spec), most)
 
 
 def _read_unseen(

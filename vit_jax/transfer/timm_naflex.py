@@ -8,10 +8,12 @@ import flax.linen as nn
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import image_hw
+from vit_jax.data.native import PatchRule
 from vit_jax.models.own_shapes import FILTERS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import timm_blocks
 from vit_jax.transfer.names import Row, find_unheld
+from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import Source
 
 PATCHES = "embeds.proj.weight"  # the embedding of flattened patches
@@ -66,6 +68,14 @@ def naflex_kind(source: Source, args: Mapping[str, Any], architecture: str) -> t
     source.refuse(faults)
     fields = {"pos_filter": filter} | (timm_blocks.ROTARY_2D if rope == "axial" else {})
     return timm_blocks.Kind(act="gelu_tanh" if is_siglip else "gelu", fields=fields)
+
+
+def of_pictures(found: Pretrained, most: int | None) -> Pretrained:
+    """The model for pictures of at most `most` patches in their own shape; None: as it is."""
+    if most is None:
+        return found
+    spec = found.spec._replace(ops="decode", rule=PatchRule(found.model.patch_size, most))
+    return found._replace(model=found.model.clone(max_tokens=most), spec=spec)
 
 
 def is_naflex(model: nn.Module) -> bool:
