@@ -37,7 +37,8 @@ def recalls(x_NE: np.ndarray, t_ME: np.ndarray, image_M: np.ndarray) -> dict[str
     """
     own_M = (x_NE[image_M] * t_ME).sum(axis=1)
     best_N = np.full(len(x_NE), -np.inf, np.float32)
-    np.maximum.at(best_N, image_M, own_M)
+    with np.errstate(invalid="ignore"):  # NaN stays NaN
+        np.maximum.at(best_N, image_M, own_M)
     above_N, equal_N = np.zeros(len(x_NE)), np.zeros(len(x_NE))
     above_M, equal_M = np.zeros(len(t_ME)), np.zeros(len(t_ME))
     rows = max(_PAIRS // len(t_ME), 1)
