@@ -297,9 +297,9 @@ def words_cifar10() -> str:
     return _table(heads, lines)
 
 
-def planted_duplicates() -> str:
+def planted_duplicates(by: str = "bits") -> str:
     """A row for each kind of copy of docs/how_to/planted_duplicates.csv, a column for each rule."""
-    read = _rows("docs/how_to/planted_duplicates.csv")
+    read = [row for row in _rows("docs/how_to/planted_duplicates.csv") if by in row["by"]]
     found = {(r["kind"], f"{r['pictures']}, {r['by']}"): r for r in read}
     kinds, rules = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
     kinds, rules = ([x for x in xs if "pairs" not in x and "60,500" not in x]
@@ -307,6 +307,11 @@ def planted_duplicates() -> str:
     rows = [(kind, *(f"{float(found[kind, rule]['recall']):.1%}" for rule in rules))
             for kind in (*kinds, "right pairs")]  # fmt: skip
     return _table(("copy", *rules), rows)
+
+
+def planted_by_features() -> str:
+    """As `planted_duplicates`, by the cosine of a model's features."""
+    return planted_duplicates("cosine")
 
 
 def many_records() -> str:
@@ -425,7 +430,8 @@ def certificates() -> str:
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, many_records,
-    metrics, notebook, planted_duplicates, recipe_costs, shuffling, words_cifar10,
+    metrics, notebook, planted_by_features, planted_duplicates, recipe_costs, shuffling,
+    words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 
