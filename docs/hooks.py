@@ -331,6 +331,15 @@ def shuffling() -> str:
     return _table(("order", "chunk", "streams", "classes in a batch", "pairs again"), found)
 
 
+def shuffling_runs() -> str:
+    """A row for each kind of run of docs/explanation/shuffling_runs.csv."""
+    rows, found = _rows("docs/explanation/shuffling_runs.csv"), []
+    for kind in dict.fromkeys(row["run"] for row in rows):
+        runs = [row for row in rows if row["run"] == kind]
+        found.append((kind, ", ".join(row["seed"] for row in runs), mean_of(runs, "top1")))
+    return _table(("order", "seeds", "top-1, %"), found)
+
+
 def exports() -> str:
     """A row for each model of docs/how_to/exports.csv, with a cell for each format."""
     read = _rows("docs/how_to/exports.csv")
@@ -431,7 +440,7 @@ _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, many_records,
     metrics, notebook, planted_by_features, planted_duplicates, recipe_costs, shuffling,
-    words_cifar10,
+    shuffling_runs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 
