@@ -257,6 +257,7 @@ def make_experiment(
     train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
     # Every process needs the whole sums over classes.
     whole = NamedSharding(mesh, P()) if settings.log.metrics else None
+    of_step = {"in_shardings": shardings, "out_shardings": (shardings[0], whole)}
     options = compiler_options(mesh, exchange.options, settings.mesh.deterministic)
     jit = partial(jax.jit, compiler_options=options)
     return Experiment(
@@ -271,12 +272,7 @@ def make_experiment(
         arguments=arguments,
         jit=jit,
         init=jit(init, out_shardings=shardings[0]) if last is None else last.init,
-        train_step=jit(
-            train_step,
-            in_shardings=shardings,
-            out_shardings=(shardings[0], whole),
-            donate_argnums=0,
-        ),
+        train_step=jit(train_step, **of_step, donate_argnums=0),
     )
 
 
