@@ -321,6 +321,13 @@ def many_records() -> str:
     return _table(("stage", "records", "CPU s", "peak, GiB"), found)
 
 
+def picture_costs() -> str:
+    """A row for each step of docs/explanation/picture_costs.csv."""
+    found = [(row["step"], *(f"{float(row[key]):.3g}" for key in ("cpu_ms", "least", "most")))
+             for row in _rows("docs/explanation/picture_costs.csv")]  # fmt: skip
+    return _table(("step", "CPU ms a picture", "least", "most"), found)
+
+
 def shuffling() -> str:
     """A row for each order of docs/explanation/shuffling.csv."""
     found = []
@@ -438,9 +445,9 @@ def certificates() -> str:
 
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
-    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, many_records,
-    metrics, notebook, planted_by_features, planted_duplicates, recipe_costs, shuffling,
-    shuffling_runs, words_cifar10,
+    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers,
+    many_records, metrics, notebook, picture_costs, planted_by_features, planted_duplicates,
+    recipe_costs, shuffling, shuffling_runs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 
