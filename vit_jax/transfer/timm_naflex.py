@@ -95,7 +95,7 @@ def to_naflex(rows: Sequence[Row]) -> list[Row]:
 
 
 def to_args(args: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], str]:
-    """The arguments of NaFlexVit for those of VisionTransformer, and a registered architecture."""
+    """NaFlexVit's arguments, given VisionTransformer's, and a registered architecture."""
     kept = {k: v for k, v in args.items() if k not in ("img_size", "no_embed_class")}
     own = {"pos_embed_grid_size": list(model.grid), "pos_embed_interp_mode": model.pos_filter}
     return kept | own, f"naflexvit_base_patch16_{'siglip' if model.pool == 'map' else 'gap'}"
