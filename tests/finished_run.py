@@ -1,4 +1,4 @@
-"""Reads the files of a finished run."""
+"""Reads the files of a finished run, and checks that two runs are the same."""
 
 import json
 
@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from vit_jax.base import tree
+from vit_jax.devices.mesh import make_mesh
 
 
 def final_state(workdir):
@@ -36,3 +37,13 @@ def check_same_end(one, other):
     states = [final_state(workdir)[1] for workdir in (one, other)]
     found, expected = ({name: x.tobytes() for name, x in state.items()} for state in states)
     assert found == expected
+
+
+def check_same_on_all_devices(take_steps, atol):
+    """`take_steps`(mesh) -> (losses, parameters) gives the same on one device and on all."""
+    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
+    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
+    losses_of_all, params_of_all = take_steps(make_mesh(**axes))
+    np.testing.assert_allclose(losses, losses_of_all, rtol=1e-5)
+    for found, expected in zip(*map(jax.tree.leaves, (params_of_all, params)), strict=True):
+        np.testing.assert_allclose(found, expected, atol=atol)

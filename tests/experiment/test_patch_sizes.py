@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from asked import prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
-from finished_run import check_same_end, final_state
+from finished_run import check_same_end, check_same_on_all_devices, final_state
 
 from vit_jax.base.tree import flatten_names, unflatten_names
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.devices.mesh import make_mesh
 from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.stages import make_stage
@@ -124,12 +123,7 @@ def test_eight_devices_compute_as_one(tmp_path):
                 losses.append(float(metrics["loss"]))
             return losses, jax.device_get(state.params)
 
-    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
-    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
-    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
-    np.testing.assert_allclose(losses, losses_of_eight, rtol=1e-5)
-    for found, expected in zip(*map(jax.tree.leaves, (params_of_eight, params)), strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+    check_same_on_all_devices(take_steps, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import PIL.Image
 import pytest
 from asked import evaluate_model, prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
-from finished_run import check_same_end
+from finished_run import check_same_end, check_same_on_all_devices
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import open_images
-from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.stages import make_stage
 from vit_jax.inference.parts import facts_of
@@ -105,11 +104,7 @@ def test_eight_devices_compute_as_one(make_config, tmp_path, overrides):
                 losses.append(float(metrics["loss"]))
             return losses, jax.device_get(state.params)
 
-    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
-    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
-    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
-    np.testing.assert_allclose(losses, losses_of_eight, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, params_of_eight)
+    check_same_on_all_devices(take_steps, atol=1e-5)
 
 
 @pytest.mark.usefixtures("one_device")

@@ -27,11 +27,11 @@ from rich.text import Text
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
+from vit_jax.base.packages import need_package
 from vit_jax.commands.flags import (
     define_config_flags,
     define_format_flag,
     load_valid_config,
-    need_package,
 )
 from vit_jax.config import Settings
 from vit_jax.job import exit_codes

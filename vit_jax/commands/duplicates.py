@@ -25,10 +25,10 @@ from rich.console import Console
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.packages import need_package
 from vit_jax.commands.flags import (
     define_data_flags,
     find_data_faults,
-    need_package,
     read_data,
     split_name,
 )

@@ -1,7 +1,6 @@
 """Flags shared by several commands, and functions that read them."""
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -94,12 +93,6 @@ def read_data(flags: argparse.Namespace) -> "Data":
     data, faults = sections.Data.read(config.data)
     collect_faults([f"data.{fault}" for fault in faults])
     return data
-
-
-def need_package(flag: str, name: str, extra: str) -> None:
-    """Raise InputError, naming `flag`, unless an optional package is installed."""
-    if importlib.util.find_spec(name) is None:
-        raise InputError(f"{flag}: {name} is not installed; run pip install -e '.[{extra}]'")
 
 
 def define_process_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from etils import epath, epy
 
-from vit_jax.base.errors import InputError
 from vit_jax.base.files import write_whole
+from vit_jax.base.packages import need_package
 from vit_jax.config.registries import SOURCES
 from vit_jax.data.class_names import places_of
 from vit_jax.data.contract import Source
@@ -259,8 +259,5 @@ FORMATS: Mapping[str, Callable[[], Tar | Parquet | TfRecord]] = {
 
 def find_format(name: str) -> Tar | Parquet | TfRecord:
     if name == "parquet":
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError as e:
-            raise InputError(f"--format=parquet: {e}; run pip install -e '.[parquet]'") from None
+        need_package("--format=parquet", "pyarrow", "parquet")
     return FORMATS[name]()

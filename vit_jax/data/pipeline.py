@@ -101,21 +101,21 @@ def host_batches(
     data_order = data_order or order.record_order(source.num_examples, seed)
 
     rule = spec.crops["image"].rule if "image" in spec.crops else None
+    pack = rule.pack if rule is not None else ()
 
-    def positions_of(step: tf.Tensor) -> tf.Tensor:
-        positions = of_steps[step - steps.start] + local_rows
-        if rule is None or not rule.pack:
+    def turned(positions: Any) -> Any:
+        if not pack:
             return positions
-        return order.turn_rows(positions, len(rule.pack), seed)
+        return order.turn_rows(tf.convert_to_tensor(positions), len(pack), seed)
 
     def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        positions = positions_of(step)
+        positions = turned(of_steps[step - steps.start] + local_rows)
         return data_order(positions), order.keys(positions, seed)
 
     batches = local_batches(source, spec.crops, steps, arrange, len(rows))
     if spec.features is not None:
         batches = _with_features(batches, source)
-    positions = (positions_of(step).numpy() for step in steps)
+    positions = (np.asarray(turned(first + rows)) for first in firsts)
     return batches if spec.text is None else with_texts(batches, source, positions, seed)
 
 

@@ -23,6 +23,7 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
+from vit_jax.base.packages import need_package
 from vit_jax.data import Source
 from vit_jax.inference.outputs import outputs, without_masked
 from vit_jax.inference.parts import Rows, begin, facts_of, write_missing
@@ -113,10 +114,9 @@ def write_predictions(
       InputError: pyarrow is missing, the folder holds other predictions, or a feature is beyond
         float16.
     """
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as e:
-        raise InputError(f"{flag}={folder}: {e}; run pip install -e '.[parquet]'") from None
+    need_package(f"{flag}={folder}", "pyarrow", "parquet")
+    import pyarrow.parquet as pq
+
     facts = facts_of(pretrained, source, own_shape=what != "dense")
     facts |= {"what": what, **{key: np.asarray(value).tolist() for key, value in choice.items()}}
     parts = begin(

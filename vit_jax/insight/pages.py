@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.packages import need_package
 
 if TYPE_CHECKING:
     import markupsafe
@@ -41,11 +41,10 @@ def write_page(title: str, sections: Iterable[Section]) -> str:
 
 def environment_of_pages() -> tuple[Any, markupsafe.Markup]:
     """The environment that fills in the templates of page/, and their CSS."""
-    try:
-        import jinja2
-        from markupsafe import Markup
-    except ImportError as e:
-        raise InputError(f"page: {e}; run pip install -e '.[report]'") from None
+    need_package("page", "jinja2", "report")
+    import jinja2
+    from markupsafe import Markup
+
     loader = jinja2.PackageLoader("vit_jax.insight", "page")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,

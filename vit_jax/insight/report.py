@@ -22,7 +22,7 @@ from etils import epath
 
 import vit_jax
 from vit_jax.base import files
-from vit_jax.base.errors import InputError
+from vit_jax.base.packages import need_package
 from vit_jax.insight import charts, plots
 from vit_jax.insight.levels import say_no_gains
 from vit_jax.insight.pages import environment_of_pages
@@ -60,11 +60,8 @@ def write(
     Raises:
       InputError: if no run has one of `metrics`, or the packages for reports are not installed.
     """
-    try:
-        import bokeh.embed  # noqa: F401 - used in `charts`
-        from markupsafe import Markup
-    except ImportError as e:
-        raise InputError(f"report: {e}; run pip install -e '.[report]'") from None
+    need_package("report", "bokeh", "report")
+    from markupsafe import Markup
 
     known, groups = choose_metrics(runs), group_seeds(runs)
     chosen = choose_metrics(runs, metrics) if metrics else known[:_CURVES]

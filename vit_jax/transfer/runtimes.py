@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.packages import need_package
 from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
 from vit_jax.transfer import litert, onnx, stablehlo
@@ -44,10 +45,7 @@ def write(path: epath.Path, pretrained: Pretrained, format: str) -> list[str]:
 def need_packages(format: str) -> None:
     """Raise InputError if the packages of a runtime are not installed."""
     for package in RUNTIMES[format].PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"--format={format}: {package} is not installed; run pip install -e '.[{format}]'"
-            )
+        need_package(f"--format={format}", package, format)
 
 
 def _make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) -> Program:

@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath, epy
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
+from vit_jax.base.packages import need_package
 from vit_jax.config.parts import key
 from vit_jax.data.captions import NAMES, as_captions
 from vit_jax.data.class_names import as_label
@@ -155,11 +156,7 @@ class Parquet(DataSet):
 
     def open(self, request: Request) -> Source:
         """Raises InputError naming what is broken: a file, its columns, or labels."""
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError as e:
-            where = f"data.name={request.name!r}: {e}"
-            raise InputError(f"{where}; run pip install -e '.[parquet]'") from None
+        need_package(f"data.name={request.name!r}", "pyarrow", "parquet")
         files = self.find(request)
         tables = self._open_files(files.paths)
         first = next(iter(tables.values()))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.base.pictures import Pictures
 from vit_jax.base.tree import Batch, PyTree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.experiment.accumulation import accumulate, weights_of, with_weights
@@ -66,7 +67,7 @@ def make_row_losses(
         _, rows = jax.lax.top_k(losses, min(_SHOWN, len(losses)))
         found = {name: batch[name] for name in ("id", "mask")} | {"loss": losses, "rows": rows}
         views = [batch[k] for k in ("image", "global_views", "local_views") if k in batch]
-        if views and not isinstance(views[0], tuple):  # pictures in their own shape
+        if views and not isinstance(views[0], Pictures):
             found["images"] = views[0][rows] if views[0].ndim == 4 else views[0][rows, 0]
         return found
 
