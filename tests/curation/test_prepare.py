@@ -35,7 +35,7 @@ from prepared_sets import (
     write_folder,
 )
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, OneProcessError
 from vit_jax.base.files import write_whole
 from vit_jax.curation.formats import Facts, Parquet, Row, Tar
 from vit_jax.curation.pictures import Rule
@@ -164,7 +164,7 @@ def test_a_killed_worker_is_an_error_with_a_remedy(monkeypatch):
     job.set_exception(concurrent.futures.process.BrokenProcessPool())
     pool.return_value.__enter__.return_value.submit.return_value = job
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", pool)
-    with pytest.raises(InputError, match=r"--workers=2: one was killed, .* take fewer"):
+    with pytest.raises(OneProcessError, match=r"--workers=2: one was killed, .* take fewer"):
         in_processes(2)(print, [1], Progress(1))
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from etils import epath
 
 import vit_jax
-from vit_jax.base.errors import InputError, few
+from vit_jax.base.errors import InputError, OneProcessError, few
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.config.sections import Data
 from vit_jax.curation.formats import Facts, find_format
@@ -68,7 +68,8 @@ def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
     """Make the missing shards of a set, and return its manifest without the list of files.
 
     Raises: InputError if the source is missing, the format cannot hold it, `output` holds another
-      set, or a split has no picture that can be read.
+      set, or a split has no picture that can be read; OneProcessError if the command must be run
+      again.
     """
     shards, output = shards_of(plan), plan.folder
     facts = Facts.of(open_splits(plan)[plan.splits[0]])
@@ -80,7 +81,7 @@ def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
     runner(functools.partial(make_shard, plan), missing, Progress(len(missing)))
     records = {shard: finished(plan, shard) for shard in shards}
     if left := [shard for shard, record in records.items() if record is None]:
-        raise InputError(f"{output}: {len(left)} shards are not finished; run the command again")
+        raise OneProcessError(f"{output}: {len(left)} shards are not finished; run it again")
     _remove_stale({plan.path(shard).parent for shard in shards} | {output / FOLDER})
     return _finish(plan, command, facts, {k: v for k, v in records.items() if v is not None})
 
@@ -232,7 +233,7 @@ def in_processes(workers: int) -> Runner:
                     progress.add(job.result())
             except concurrent.futures.BrokenExecutor:
                 said = "one was killed, often for lack of memory; take fewer, and run it again"
-                raise InputError(f"--workers={workers}: {said}") from None
+                raise OneProcessError(f"--workers={workers}: {said}") from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
