@@ -314,6 +314,14 @@ def planted_by_features() -> str:
     return planted_duplicates("cosine")
 
 
+def prepare_costs() -> str:
+    """A row for each size of docs/how_to/prepare_costs.csv, a column for each program."""
+    rows = _rows("docs/how_to/prepare_costs.csv")
+    sizes = (f"`--side={row['side']}`" if row["side"] else "kept as they are" for row in rows)
+    found = [(size, *[*row.values()][1:]) for size, row in zip(sizes, rows, strict=True)]
+    return _table(("photographs", *[*rows[0]][1:]), found)
+
+
 def many_records() -> str:
     """A row for each stage of docs/explanation/many_records.csv."""
     found = [(row["stage"], f"{int(row['records']):,}", row["cpu_s"], row["peak_gib"])
@@ -447,7 +455,7 @@ _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers,
     many_records, metrics, notebook, picture_costs, planted_by_features, planted_duplicates,
-    recipe_costs, shuffling, shuffling_runs, words_cifar10,
+    prepare_costs, recipe_costs, shuffling, shuffling_runs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

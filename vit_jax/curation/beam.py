@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import OneProcessError
 from vit_jax.curation.duplicates import (
     FOLDER,
     Finder,
@@ -36,7 +36,7 @@ class Beam:
         self.pipeline = functools.partial(apache_beam.Pipeline, options=PipelineOptions([*options]))
 
     def run(self, pipeline: Any, progress: Progress | None = None) -> None:
-        """Run to the end; raises InputError if that is another one than DONE."""
+        """Run to the end; raises OneProcessError if that is another one than DONE."""
         from apache_beam.runners.runner import PipelineState
 
         result = pipeline.run()
@@ -45,7 +45,7 @@ class Beam:
             if progress is not None:
                 progress.reach(_count(result, "parts"), _count(result, "pictures"))
         if result.state != PipelineState.DONE:
-            raise InputError(
+            raise OneProcessError(
                 f"--beam: the pipeline ended in the state {result.state}; see the logs of its "
                 "runner, and run the command again, which keeps what is finished"
             )

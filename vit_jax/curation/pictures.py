@@ -18,6 +18,7 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.records import stored_values
+from vit_jax.data.resizing import halves_up
 from vit_jax.data.retries import sure_reads
 
 _PNG = b"\x89PNG"
@@ -95,13 +96,22 @@ class Rule:
         return tf.cond(as_jpeg, jpeg, lambda: tf.io.encode_png(pixels)), tf.shape(pixels)[:2]
 
     def _shrunk(self, image: tf.Tensor) -> tf.Tensor:
-        """The pixels of `image`; its shorter side has at most `side` of them."""
+        """The pixels of `image`; its shorter side has at most `side` of them.
+
+        A pixel becomes the mean of the area that it covers, as img2dataset shrinks by default.
+        """
         if self.side is None:
             return to_pixels(image)
-        text = f"scaled_decode({self.side})|resize_small({self.side}, antialias=True)"
-        ops, unused = parse_ops(text, (self.side, self.side))[0], tf.zeros([2], tf.int64)
-        shrink = functools.partial(functools.reduce, lambda x, op: op(x, unused), ops, image)
-        return tf.cond(self._is_large(image), shrink, lambda: to_pixels(image))
+        decode = parse_ops(f"scaled_decode({self.side})", (self.side, self.side))[0][0]
+
+        def shrunk() -> tf.Tensor:
+            pixels = decode(image, tf.zeros([2], tf.int64))
+            sides = tf.shape(pixels)[:2]
+            shorter = tf.reduce_min(sides)
+            size = (sides * self.side + shorter // 2) // shorter
+            return halves_up(tf.image.resize(pixels, size, "area"))
+
+        return tf.cond(self._is_large(image), shrunk, lambda: to_pixels(image))
 
 
 def _sides(image: tf.Tensor) -> tf.Tensor:

@@ -35,6 +35,7 @@ from vit_jax.curation.formats import Facts, find_format
 from vit_jax.curation.pictures import Rule, read_pictures
 from vit_jax.curation.shards import (
     FOLDER,
+    READING,
     Plan,
     Shard,
     Tally,
@@ -56,8 +57,7 @@ _LIBRARIES = ("array_record", "numpy", "pillow", "pyarrow", "tensorflow", "tenso
 _SAID_S = 10.0  # between two lines of progress
 _ORPHAN_S = 1.0
 _STALE_S = 3600.0  # age of temporary files that nobody writes any more
-_READING = ("channels", "decoding", "exif", "pixel_range")  # keys of `data`, how files are decoded
-_PIXEL_KEYS = (*_READING, "image_size", "own")
+_PIXEL_KEYS = (*READING, "image_size", "own")
 
 # Calls a function with each item, here or elsewhere: (function, items, progress). The function
 # gives {"records": number, "broken": [...], ...}; only the numbers come back.
@@ -149,7 +149,7 @@ def _finish(
         raise InputError(f"{plan.data.name} {split}: no picture can be read: {reasons}")
     splits = {split: (lengths[split], tally.image_bytes) for split, tally in tallies.items()}
     find_format(plan.format).describe(plan.folder, facts, splits)
-    settings = {key: getattr(plan.data, key) for key in _READING}
+    settings = {key: getattr(plan.data, key) for key in READING}
     read_by = {k: v for k, v in settings.items() if v != getattr(Data, k)}
     read_by = {**reading_of(plan.folder, plan.format), **read_by}
     manifest = {

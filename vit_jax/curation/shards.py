@@ -36,6 +36,7 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.order import record_order
 
 FOLDER = ".prepared"
+READING = ("channels", "decoding", "exif", "pixel_range")  # keys of `data`, how files are decoded
 _BLOCK = 1 << 22  # bytes
 _SYNTHETIC = (224, 224)  # the size of synthetic images, unless data.image_size gives it
 
@@ -108,13 +109,12 @@ def open_split(
 
     Raises: InputError if it is missing.
     """
-    keys = ("exif", "pixel_range", "decoding", "channels")
-    asked = {name: getattr(d, name) for name in keys} | {"reader": d.reader or data.ON_DISK}
     return data.make_source(
         d.name,
         split=split,
         image_size=d.image_size or _SYNTHETIC,
         data_dir=d.data_dir,
+        reader=d.reader or data.ON_DISK,
         classes=d.classes,
         exclude=d.exclude if split == d.split else None,
         subset=own_split(d).subset if split == d.split else None,
@@ -122,7 +122,7 @@ def open_split(
         divider=divider or data.Divider(anew=True),
         multi_label=d.multi_label or None,
         captions=captions,
-        **asked,
+        **{key: getattr(d, key) for key in READING},
     )
 
 

@@ -14,6 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 from vit_jax.base.errors import InputError, few
 from vit_jax.curation.duplicates import Found, find, near_hashes, sections_of
+from vit_jax.curation.formats import Facts
 from vit_jax.curation.looks import Looks, look_at, small_pictures
 from vit_jax.data.captions import as_bytes
 from vit_jax.data.contract import Source, read_labels
@@ -52,12 +53,8 @@ def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
     ]
 
 
-def _names(source: Source) -> Sequence[str]:
-    return source.class_names or tuple(map(str, range(source.num_classes or 0)))
-
-
 def _classes(source: Source, label: np.ndarray) -> Section:
-    names = _names(source)
+    names = Facts.of(source).classes
     if not names:
         return Section("classes", "ok", f"{len(label):,} pictures without classes")
     counts = label.sum(0) if label.ndim == 2 else np.bincount(label[label >= 0], None, len(names))
@@ -151,7 +148,7 @@ def _captions(source: Source) -> list[Section]:
 
 def _sheet(source: Source, label: np.ndarray) -> Section:
     """Some pictures of some classes."""
-    names = _names(source)
+    names = Facts.of(source).classes
     rows = []
     for c in spread(_CLASSES, len(names)).tolist():
         of_class = np.flatnonzero(label[:, c] if label.ndim == 2 else label == c)
@@ -204,7 +201,7 @@ def _doubtful(source: Source, records: np.ndarray, x_ND: np.ndarray) -> list[Sec
     folds = StratifiedKFold(_FOLDS, shuffle=True, random_state=0)
     seen = cross_val_predict(probe, x_ND[usable], y, cv=folds, method="predict_proba")
     found = find_label_issues(y, seen, return_indices_ranked_by="self_confidence", n_jobs=1)
-    names = _names(source)
+    names = Facts.of(source).classes
     rows = [
         (source.record_name(int(records[usable][i])), names[classes[y[i]]],
          names[classes[seen[i].argmax()]], f"{seen[i, y[i]]:.1%}")
