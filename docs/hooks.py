@@ -7,39 +7,20 @@ from the one for Colab.
 """
 
 import argparse
-import csv
 import importlib
 import inspect
 import json
-import pathlib
 import re
-import statistics
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+import measured_tables
+from measured_tables import ROOT, table
+
 LAUNCHERS = ("local", "slurm", "kubernetes", "tpu_vm", "skypilot")
-
-
-def _cell(text: str) -> str:
-    """`text` in a table: a pipe outside of code would begin the next cell."""
-    parts = text.split("`")
-    return "`".join([part.replace("|", "&#124;") if i % 2 == 0 else part
-                     for i, part in enumerate(parts)])  # fmt: skip
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows)])
-
-
-def _rows(path: str) -> list[dict]:
-    """The rows of a CSV file, whose path is from ROOT."""
-    with open(ROOT / path) as file:
-        return [*csv.DictReader(file)]
 
 
 def _text(declared) -> str:
@@ -58,7 +39,7 @@ def _row(name: str, declared) -> tuple[str, ...]:
 def _keys_of(declared: dict, prefix: str = "") -> str:
     """The table of the keys {name: declaration}."""
     heads = ("key", "type", "default", "range or choices", "meaning")
-    return _table(heads, [_row(prefix + name, key) for name, key in declared.items()])
+    return table(heads, [_row(prefix + name, key) for name, key in declared.items()])
 
 
 def config_keys() -> str:
@@ -110,7 +91,7 @@ def metrics() -> str:
 
     found = {name: METRICS.find(name) for name in METRICS}
     rows = [(f"`{name}`", metric.better, _text(metric)) for name, metric in found.items()]
-    return _table(("metric", "better", ""), rows)
+    return table(("metric", "better", ""), rows)
 
 
 def _console(text: str) -> str:
@@ -146,7 +127,7 @@ def commands() -> str:
         shared = [flag for flag, meaning in flags if (flag, meaning) in shown and meaning]
         own = [row for row in flags if row[0] not in shared]
         parts += [f"## {name}", "", _console(inspect.cleandoc(module.__doc__))]
-        parts += [_table(("flag", ""), own), ""] if own else []
+        parts += [table(("flag", ""), own), ""] if own else []
         again = ", ".join(flag.partition("=")[0].strip("`").join("``") for flag in shared)
         parts += [f"As above: {again}.", ""] if shared else []
         shown += own
@@ -164,7 +145,7 @@ def launchers() -> str:
             f"## launch/{name}.py",
             "",
             _console(text),
-            _table(("flag", ""), _flags(parser)),
+            table(("flag", ""), _flags(parser)),
             "",
         ]
     return "\n".join(parts)
@@ -180,7 +161,7 @@ def config_words() -> str:
         head = config.__doc__.partition("\n")[0]
         words = "; ".join(f"`{word}`: {meaning}" for word, meaning in config.WORDS.items())
         rows.append((f"[{name}](#{name})", re.sub(r": --config=(\S+)$", r": `\1`", head), words))
-    return _table(("config", "", "words"), rows)
+    return table(("config", "", "words"), rows)
 
 
 def configs() -> str:
@@ -229,145 +210,7 @@ def faults() -> str:
     from vit_jax.run.watch.faults import FAULTS
 
     rows = [(f"`{example}`", _sentence(meaning)) for example, meaning in FAULTS.items()]
-    return _table(("fault", "before step 12"), rows)
-
-
-def goodput() -> str:
-    """A row for each kind of run of docs/explanation/goodput.csv: means over its runs."""
-    rows = _rows("docs/explanation/goodput.csv")
-
-    def mean(column: str, form: str) -> str:
-        found = [float(row[column]) for row in runs if row[column]]
-        return format(statistics.mean(found), form) if found else ""
-
-    lines = []
-    for kind in dict.fromkeys((r["processes"], r["memory"], r["every"]) for r in rows):
-        runs = [row for row in rows if (row["processes"], row["memory"], row["every"]) == kind]
-        faults = sum(int(row["faults"]) for row in runs)
-        lines.append((*kind, f"{len(runs)}", f"{faults}", mean("goodput", ".0%"),
-                      mean("lost_s", ".1f"), mean("to_next_step_s", ".1f")))  # fmt: skip
-    heads = ("processes", "copies in memory", "restart times between faults", "runs", "faults",
-             "goodput", "seconds lost", "seconds to the next step")  # fmt: skip
-    whole = {row["processes"]: row["bits"] for row in rows if row["every"] == "none"}
-    same = sum(row["bits"] == whole[row["processes"]] for row in rows)
-    verdict = f"{same} of {len(rows)} runs ended with the bits of the run without faults."
-    return f"{_table(heads, lines)}\n\n{verdict}\n"
-
-
-def mean_of(rows: list[dict], column: str, form: str = ".2f") -> str:
-    """The mean of a column; with its deviation, if several rows have a value; "" if none has."""
-    found = [float(row[column]) for row in rows if row[column]]
-    if not found:
-        return ""
-    deviation = f" ± {statistics.stdev(found):{form}}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):{form}}{deviation}"
-
-
-def cifar10_fast() -> str:
-    """A row for each kind of run of docs/explanation/cifar10_fast.csv."""
-    rows = _rows("docs/explanation/cifar10_fast.csv")
-
-    lines = []
-    for kind in dict.fromkeys((row["form"], row["run"]) for row in rows):
-        runs = [row for row in rows if (row["form"], row["run"]) == kind]
-        seeds = ", ".join(row["seed"] for row in runs)
-        lines.append((f"`{kind[0]}`", kind[1], seeds, runs[0]["steps"],
-                      mean_of(runs, "cpu_s", ".0f"), mean_of(runs, "pflop", ".4f"),
-                      mean_of(runs, "top1"), mean_of(runs, "top1_flips")))  # fmt: skip
-    heads = ("form", "run", "seeds", "steps", "CPU seconds", "PFLOP", "top-1, %", "with flips, %")
-    return _table(heads, lines)
-
-
-def words_cifar10() -> str:
-    """A row for each kind of run of docs/explanation/words_cifar10.csv."""
-    rows = _rows("docs/explanation/words_cifar10.csv")
-    lines = []
-    for kind in dict.fromkeys((row["run"], row["steps"]) for row in rows):
-        runs = [row for row in rows if (row["run"], row["steps"]) == kind]
-        seeds = ", ".join(row["seed"] for row in runs)
-        cells = [mean_of(runs, "cpu_s", ".0f")]
-        cells += [mean_of(runs, column) for column in ("test", "pairs", "probe")]
-        cells += [
-            " / ".join(filter(None, (mean_of(runs, f"{way}_recall{k}", ".0f") for k in (1, 5, 10))))
-            for way in ("image_to_text", "text_to_image")
-        ]
-        lines.append((kind[0], seeds, kind[1], *cells))
-    heads = ("run", "seeds", "steps", "CPU seconds", "zero-shot top-1, %", "left-out pairs, %",
-             "linear probe, %", "image to text, recall at 1/5/10, %", "text to image")  # fmt: skip
-    return _table(heads, lines)
-
-
-def planted_duplicates(by: str = "bits") -> str:
-    """A row for each kind of copy of docs/how_to/planted_duplicates.csv, a column for each rule."""
-    read = [row for row in _rows("docs/how_to/planted_duplicates.csv") if by in row["by"]]
-    found = {(r["kind"], f"{r['pictures']}, {r['by']}"): r for r in read}
-    kinds, rules = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
-    kinds, rules = ([x for x in xs if "pairs" not in x and "60,500" not in x]
-                    for xs in (kinds, rules))  # fmt: skip
-    rows = [(kind, *(f"{float(found[kind, rule]['recall']):.1%}" for rule in rules))
-            for kind in (*kinds, "right pairs")]  # fmt: skip
-    return _table(("copy", *rules), rows)
-
-
-def planted_by_features() -> str:
-    """As `planted_duplicates`, by the cosine of a model's features."""
-    return planted_duplicates("cosine")
-
-
-def prepare_costs() -> str:
-    """A row for each size of docs/how_to/prepare_costs.csv, a column for each program."""
-    rows = _rows("docs/how_to/prepare_costs.csv")
-    sizes = (f"`--side={row['side']}`" if row["side"] else "kept as they are" for row in rows)
-    found = [(size, *[*row.values()][1:]) for size, row in zip(sizes, rows, strict=True)]
-    return _table(("photographs", *[*rows[0]][1:]), found)
-
-
-def many_records() -> str:
-    """A row for each stage of docs/explanation/many_records.csv."""
-    found = [(row["stage"], f"{int(row['records']):,}", row["cpu_s"], row["peak_gib"])
-             for row in _rows("docs/explanation/many_records.csv")]  # fmt: skip
-    return _table(("stage", "records", "CPU s", "peak, GiB"), found)
-
-
-def picture_costs() -> str:
-    """A row for each step of docs/explanation/picture_costs.csv."""
-    found = [(row["step"], *(f"{float(row[key]):.3g}" for key in ("cpu_ms", "least", "most")))
-             for row in _rows("docs/explanation/picture_costs.csv")]  # fmt: skip
-    return _table(("step", "CPU ms a picture", "least", "most"), found)
-
-
-def shuffling() -> str:
-    """A row for each order of docs/explanation/shuffling.csv."""
-    found = []
-    for row in _rows("docs/explanation/shuffling.csv"):
-        how = (row[key].replace("None", "") for key in ("chunk_size", "streams"))
-        classes, again = f"{float(row['classes']):.0f}", f"{float(row['again']):.2%}"
-        found.append((f"`{row['order']}`", *how, classes, again))
-    return _table(("order", "chunk", "streams", "classes in a batch", "pairs again"), found)
-
-
-def shuffling_runs() -> str:
-    """A row for each kind of run of docs/explanation/shuffling_runs.csv."""
-    rows, found = _rows("docs/explanation/shuffling_runs.csv"), []
-    for kind in dict.fromkeys(row["run"] for row in rows):
-        runs = [row for row in rows if row["run"] == kind]
-        found.append((kind, ", ".join(row["seed"] for row in runs), mean_of(runs, "top1")))
-    return _table(("order", "seeds", "top-1, %"), found)
-
-
-def exports() -> str:
-    """A row for each model of docs/how_to/exports.csv, with a cell for each format."""
-    read = _rows("docs/how_to/exports.csv")
-    found = {(r["model"], f"{r['format']} {r['precision']}"): r for r in read}
-    heads, kinds = (dict.fromkeys(key[i] for key in found) for i in (1, 0))
-
-    def cell(row: dict | None) -> str:
-        if row is None:
-            return "not measured"
-        return row["refused"] or f"{row['cosine']}; {row['error']}; {row['ms']} / {row['ours_ms']}"
-
-    lines = [(kind, *(cell(found.get((kind, head))) for head in heads)) for kind in kinds]
-    return _table(("model", *heads), lines)
+    return table(("fault", "before step 12"), rows)
 
 
 def notebook() -> str:
@@ -391,9 +234,9 @@ def flags_of_others() -> str:
         return " ".join(f"`{name}`" for name in names.split())
 
     rows = [(cell(f.key), *(cell(getattr(f, name)) for name in LIBRARIES), f.note) for f in FLAGS]
-    table = _table(("key", *LIBRARIES.values(), "differs"), rows)
-    without = _table(("no key", "do"), [(cell(names), do) for do, names in WITHOUT_KEY.items()])
-    return f"{table}\n\n{without}"
+    named = table(("key", *LIBRARIES.values(), "differs"), rows)
+    without = table(("no key", "do"), [(cell(names), do) for do, names in WITHOUT_KEY.items()])
+    return f"{named}\n\n{without}"
 
 
 def recipe_costs() -> str:
@@ -425,7 +268,7 @@ def recipe_costs() -> str:
         }
         shown = {head: [cell(row) for row in rows] for head, cell in columns.items()}
         shown = {head: cells for head, cells in shown.items() if any(cells)}
-        parts += [f"## {title}", "", _table((*shown,), [*zip(*shown.values(), strict=True)]), ""]
+        parts += [f"## {title}", "", table((*shown,), [*zip(*shown.values(), strict=True)]), ""]
     return "\n".join(parts)
 
 
@@ -448,14 +291,12 @@ def certificates() -> str:
                 ))  # fmt: skip
     heads = ("devices", "day", "software", "model", "batch", "ms a step", "MFU", "memory, GiB",
              "planned")  # fmt: skip
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 _MADE = (
-    certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
-    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers,
-    many_records, metrics, notebook, picture_costs, planted_by_features, planted_duplicates,
-    prepare_costs, recipe_costs, shuffling, shuffling_runs, words_cifar10,
+    certificates, commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
+    flags_of_others, host_ops, launchers, metrics, notebook, recipe_costs, *measured_tables.ALL,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -3,10 +3,10 @@
 python tools/curated_cifar10.py WORKDIR --data_dir=DIR [--seeds=3] [--arms random supervised]
 
 The pool has 4,500 images of one class and 90 of another; from class to class the number falls by
-the same factor. MAE trains without labels on the pool, on a random part of it, or on a part that
-`vit_jax curate` chose by the features of MAE's first run on the whole pool, or of a model that
-learned the pool's labels. It is judged by 20 nearest neighbours among 5,000 other images, 500 of
-each class. Runs that the CSV has are not run again; one that was stopped begins anew.
+the same factor. LeJEPA trains without labels on a random part of it, or on a part that `vit_jax
+curate` chose by the features of a model that learned the pool's labels. It is judged by 20 nearest
+neighbours and a linear probe among 5,000 other images, about 500 of each class. Runs that the CSV
+has are not run again; one that was stopped begins anew.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from vit_jax.data import count_labels, make_source
 TABLE = ROOT / "docs/explanation/curated_cifar10.csv"
 LARGEST, SMALLEST = 4500, 90  # images of a class in the pool
 KEPT, CLUSTERS = 2500, "500,50,10"
-STEPS, STEPS_OF_LABELS = 300, 250
-ARMS = ("whole", "random", "mae", "supervised")  # the last two name the features
+STEPS, STEPS_OF_LABELS = 600, 1500
+ARMS = ("random", "supervised")
 
 
 def class_sizes() -> list[int]:
@@ -50,22 +50,21 @@ class Runs:
     def __init__(self, work: pathlib.Path, data_dir: pathlib.Path):
         self.work, self.data_dir, self.pool = work, data_dir, work / "pool.npz"
 
-    def part(self, arm: str, seed: int) -> str | None:
+    def part(self, arm: str, seed: int) -> str:
         """`data.subset` of a run; a curated part is made if it is not there."""
-        if arm in ("whole", "random"):
-            return str(KEPT) if arm == "random" else None
-        kept = self.work / f"kept_{arm}_{seed}.npz"
+        if arm == "random":
+            return str(KEPT)
+        kept = self.work / f"kept_{seed}.npz"
         if not kept.exists():
-            call("curate", self.features(arm), f"--clusters={CLUSTERS}", f"--keep={KEPT}",
+            call("curate", self.features(), f"--clusters={CLUSTERS}", f"--keep={KEPT}",
                  f"--seed={seed}", f"--output={kept}")  # fmt: skip
         return str(kept)
 
-    def features(self, arm: str) -> pathlib.Path:
+    def features(self) -> pathlib.Path:
         """The folder of the pool's features; those that are there are not computed again."""
-        features = self.work / f"features_{arm}"
+        features, model = self.work / "features", self.work / "labels"
         if (features / "summary.json").exists():
             return features
-        model = self.work / ("whole_0" if arm == "mae" else arm)
         if not (model / "summary.json").exists():
             keys = self.keys(STEPS_OF_LABELS, "held_out") | {"data.split": "train"}
             train(["--config=cifar10:fast,held_out", *as_flags(keys)], model)
@@ -84,23 +83,21 @@ class Runs:
     def run(self, arm: str, seed: int) -> dict:
         """Train once: how balanced the images are, CPU seconds, and accuracy in per cent."""
         part = self.part(arm, seed)
-        keys = self.keys(STEPS, "near", "images") | {"seed": seed, "model.patch_size": 8}
-        keys |= {"evals.near.train_split": "train[90%:]", "evals.near.baselines": False}
-        if part is not None:
-            keys |= {"data.subset": part, "data.subset_seed": seed}
-        words = ["--config=mae:cifar10", *as_flags(keys)]
+        keys = self.keys(STEPS, "near", "probe", "images") | {"seed": seed}
+        keys |= {f"evals.{entry}.train_split": "train[90%:]" for entry in ("near", "probe")}
+        keys |= {"evals.near.baselines": False, "data.subset": part, "data.subset_seed": seed}
+        words = ["--config=lejepa:cifar10", *as_flags(keys)]
         summary, cpu_s = train(words, self.work / f"{arm}_{seed}")
-        found = {"20nn": round(100 * summary["near/20nn_top1"], 2)}
+        metrics = {"20nn": "near/20nn_top1", "probe": "probe/top1"}
+        found = {key: round(100 * summary[metric], 2) for key, metric in metrics.items()}
         return self.balance(part, seed) | {"cpu_s": round(cpu_s)} | found
 
-    def balance(self, part: str | None, seed: int) -> dict:
+    def balance(self, part: str, seed: int) -> dict:
         """The numbers of images: all, of the largest and the smallest class; the classes that as
         many images, equally many of each, would need for the same entropy.
         """
-        subset = None if part is None else (part, False, seed)
-        source = make_source(
-            "arrays", split="train", image_size=(32, 32), data_dir=self.pool, subset=subset
-        )
+        keys = {"split": "train", "image_size": (32, 32), "data_dir": self.pool}
+        source = make_source("arrays", **keys, subset=(part, False, seed))
         counts = count_labels(source)
         shares = counts[counts > 0] / counts.sum()
         classes = np.exp(-(shares * np.log(shares)).sum())
