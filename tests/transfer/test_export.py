@@ -42,11 +42,13 @@ pytestmark = pytest.mark.usefixtures("one_device")
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
 
-def test_logits_of_an_untrained_head_are_named(caplog):
-    for value, warned in ((1.0, False), (0.0, True)):
-        logits = np.full((2, 3), value, np.float32)
-        export_lib._compare(logits, logits, epath.Path("out"))
-        assert ("the head was never trained" in caplog.text) == warned
+def test_logits_of_an_untrained_head_are_named(golden, tmp_path, caplog):
+    source = read_pretrained(golden / "vit_finetuned.npz")
+    zeros = {name: 0 * x for name, x in source.params.items() if name.startswith("head/")}
+    for name, head in (("usual", {}), ("zeros", zeros)):
+        changed = source._replace(params=source.params | head)
+        export_lib.export(changed, tmp_path / f"{name}.npz", "npz")
+        assert ("the head was never trained" in caplog.text) == (name == "zeros")
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     np.testing.assert_allclose(found, expected, atol=1e-5 if precision == "float32" else 2e-3)
     assert (shown["largest_probability_difference"] > 1e-6) == (precision == "float16")
     card = (tmp_path / f"model.{format}.md").read_text()
-    assert "probabilities = " in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
+    assert "gives probabilities" in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_picture_that_cannot_be_read_is_named(golden, tmp_path, monkeypatch):
     def refuse(path, spec):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(runtimes, "load_pixels", refuse)
+    monkeypatch.setattr(runtimes, "load_image", refuse)
     PIL.Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     with pytest.raises(InputError, match=r"a\.png'?: cannot be read \(Permission denied\)"):
         vit_jax.export(golden / "hf_vit", tmp_path / "m.stablehlo", "stablehlo", pictures=tmp_path)
