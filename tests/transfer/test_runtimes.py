@@ -264,3 +264,12 @@ def test_a_choice_is_checked_before_the_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(runtimes.stablehlo, "PACKAGES", ("no_such_package",))
     with pytest.raises(InputError, match="no_such_package is not installed"):
         vit_jax.export("none.npz", tmp_path / "m.stablehlo", "stablehlo")
+
+
+def test_logits_of_an_untrained_head_are_named(golden, tmp_path, caplog):
+    source = read_pretrained(golden / "vit_finetuned.npz")
+    zeros = {name: 0 * x for name, x in source.params.items() if name.startswith("head/")}
+    for name, head in (("usual", {}), ("zeros", zeros)):
+        changed = source._replace(params=source.params | head)
+        vit_jax.export(changed, tmp_path / f"{name}.npz", "npz")
+        assert ("the head was never trained" in caplog.text) == (name == "zeros")
