@@ -4,9 +4,10 @@ python tools/predict_rate.py --data_dir=DIR [--rounds=3]
 
 DIR holds imagenet_sample/VERSION, 500 photographs of ImageNet's size. The model is a small ViT of
 224 pixels and 1,000 classes with random weights. Each round reads the images only, computes their
-probabilities, and writes classes and features into new folders, in turn. Prints the medians of the
-CPU milliseconds an image: of all threads, and of the main thread, which neither reads images nor,
-where a chip computes, computes the model.
+probabilities, and writes classes and features into new folders, in turn. Prints medians over the
+rounds: the CPU milliseconds an image of all threads, those of the main thread, which neither reads
+images nor, where a chip computes, computes the model, and the rate as a share of reading only in
+the same round, by the CPU time of all threads.
 """
 
 import argparse
@@ -69,7 +70,8 @@ def main() -> None:
             found[name].append(np.array([time.process_time(), time.thread_time()]) - start)
     for name, seconds in found.items():
         ms = 1e3 * np.median(seconds[1:], axis=0) / given.num_examples  # the first one compiles
-        print(f"{name}: {ms[0]:.2f} ms, main thread {ms[1]:.2f} ms")
+        share = np.median([r[0] / s[0] for r, s in zip(found["read"], seconds, strict=True)][1:])
+        print(f"{name}: {ms[0]:.2f} ms, main thread {ms[1]:.2f} ms, rate {share:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Published weights for pictures in their own shape: NaFlex of timm and of SigLIP 2."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -66,12 +67,14 @@ def test_parity_with_siglip_2(golden):
 def exported(path, most, output, format):
     """The folder of a model with `max_tokens`, its arrays and the model that they give."""
     source = read_pretrained(path)
-    source = source._replace(model=source.model.clone(max_tokens=most))
+    spec = source.spec._replace(exif=False, pixel_range=(0, 4095))
+    source = source._replace(model=source.model.clone(max_tokens=most), spec=spec)
     assert export(source, output, format)["read_back"]["largest_logit_difference"] == 0
     found = read_pretrained(output)
     assert found.model == source.model
     assert found.spec.rule == PatchRule((16, 16), most)
     assert preparation(found.spec, None) == ("decode", found.spec.rule)
+    assert (found.spec.exif, found.spec.pixel_range) == (False, (0, 4095))
     return load_file(output / "model.safetensors"), found
 
 
@@ -134,6 +137,7 @@ def test_timm_gets_a_class_token_without_a_position(tmp_path):
         ({"patch_size": 8}, "embeds.proj.weight: 768 values a patch are not 8 x 8 x 3"),
         ({"pos_embed_ar_preserving": True}, "pos_embed_ar_preserving=True is not supported"),
         ({"rope_type": "mixed"}, "model.safetensors.*rope_type='mixed' is not supported"),
+        ({"max_tokens": 9}, "interpolation='bicubic': needs bilinear, because max_tokens=9"),
         (
             {"pos_embed_interp_mode": "area"},
             "model.safetensors.*pos_embed_interp_mode='area' is not supported; needs bilinear or",
@@ -142,9 +146,55 @@ def test_timm_gets_a_class_token_without_a_position(tmp_path):
 )
 def test_what_computes_otherwise_is_refused(golden, tmp_path, changes, fault):
     config = json.loads((golden / "timm_naflex_rope.json").read_text())
+    config["max_tokens"] = changes.pop("max_tokens", None)
     config["model_args"] |= changes
+    config["pretrained_cfg"]["interpolation"] = "bicubic"
     (tmp_path / "model.json").write_text(json.dumps(config))
     weights = (golden / "timm_naflex_rope.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(InputError, match=fault):
         load_pretrained(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def siglip_2(golden, tmp_path):
+    """Writes a preprocessor_config.json beside the golden model; gives the folder."""
+
+    def write(stated):
+        path = shutil.copytree(golden / "hf_siglip2", tmp_path / "siglip2")
+        (path / "preprocessor_config.json").write_text(json.dumps(stated))
+        return path
+
+    return write
+
+
+PATCHES = {"image_processor_type": "Siglip2ImageProcessor"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "fault"),
+    [
+        ({"do_resize": False}, "do_resize=False: needs true"),
+        ({"resample": 3}, "resample=3: needs 2"),
+        ({"patch_size": 8}, "patch_size=8: needs 16, the model's"),
+        ({"ops": "decode|resize(32)"}, "resize.* would change the shape of pictures"),
+        ({"image_processor_type": "SiglipImageProcessor", "resample": 1}, "resample=1: needs 0"),
+    ],
+)
+def test_pixels_of_patches_that_cannot_be_made_are_refused(siglip_2, caplog, stated, fault):
+    source = read_pretrained(siglip_2(PATCHES | stated))
+    assert "only the weights can be used" in caplog.text
+    with pytest.raises(InputError, match=fault):
+        preparation(source.spec, None)
+
+
+def test_pixels_of_patches_are_read_as_transformers_does(siglip_2):
+    """Its defaults too; `exif` and `pixel_range` are ours."""
+    scaled = {"rescale_factor": 1 / 51, "image_mean": 0.0, "image_std": [1.0] * 3}
+    path = siglip_2(PATCHES | scaled | {"exif": False, "pixel_range": [0, 4095]})
+    source = read_pretrained(path)
+    spec = source.spec
+    assert preparation(spec, None) == ("decode", PatchRule((16, 16), 256))
+    assert source.model.max_tokens == 256
+    assert (spec.mean, spec.std) == ((0.0,) * 3, (pytest.approx(0.2),) * 3)
+    assert (spec.exif, spec.pixel_range) == (False, (0, 4095))

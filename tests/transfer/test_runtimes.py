@@ -73,7 +73,7 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     np.testing.assert_allclose(found, expected, atol=1e-5 if precision == "float32" else 2e-3)
     assert (shown["largest_probability_difference"] > 1e-6) == (precision == "float16")
     card = (tmp_path / f"model.{format}.md").read_text()
-    assert "probabilities = " in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
+    assert "gives probabilities" in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_picture_that_cannot_be_read_is_named(golden, tmp_path, monkeypatch):
     def refuse(path, spec):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(runtimes, "load_pixels", refuse)
+    monkeypatch.setattr(runtimes, "load_image", refuse)
     PIL.Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     with pytest.raises(InputError, match=r"a\.png'?: cannot be read \(Permission denied\)"):
         vit_jax.export(golden / "hf_vit", tmp_path / "m.stablehlo", "stablehlo", pictures=tmp_path)
@@ -264,3 +264,12 @@ def test_a_choice_is_checked_before_the_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(runtimes.stablehlo, "PACKAGES", ("no_such_package",))
     with pytest.raises(InputError, match="no_such_package is not installed"):
         vit_jax.export("none.npz", tmp_path / "m.stablehlo", "stablehlo")
+
+
+def test_logits_of_an_untrained_head_are_named(golden, tmp_path, caplog):
+    source = read_pretrained(golden / "vit_finetuned.npz")
+    zeros = {name: 0 * x for name, x in source.params.items() if name.startswith("head/")}
+    for name, head in (("usual", {}), ("zeros", zeros)):
+        changed = source._replace(params=source.params | head)
+        vit_jax.export(changed, tmp_path / f"{name}.npz", "npz")
+        assert ("the head was never trained" in caplog.text) == (name == "zeros")

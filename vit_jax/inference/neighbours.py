@@ -4,7 +4,7 @@ import io
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -51,7 +51,7 @@ def search(
 
     Returns:
       First for each text {"text", "neighbours"}, then for each image {"file", "neighbours"}, or its
-      "error"; neighbours are [{"file", "similarity"}], as in `nearest_to_images`.
+      "error"; neighbours are [{"file", "similarity"}], as in `nearest`.
 
     Raises:
       InputError: a ValueError; names the argument.
@@ -81,63 +81,27 @@ def nearest(
     progress: bool = True,
     facts: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `search`; `facts`: see `open_index`."""
-    vectors = text_vectors(pretrained, texts) if texts else None  # refused before pictures are read
+    """The rows of `search`; `facts`: see `open_index`.
+
+    The `top` most similar files of the folder come first to last; a file is no neighbour of itself,
+    and one that cannot be read is none. Similarity is the cosine of the angle between features.
+    """
+    side, vectors_KE = None, np.zeros((0, 0))
+    if texts:  # refused before pictures are read
+        side = need_text_side(pretrained.read_text_side, f"text: {pretrained.source}")
+        tokenizer, faults = side.read_tokenizer(), Faults()
+        for text in texts:
+            why = tokenizer.find_fault(text)
+            faults.need(not why, f"text: {text!r}: {why}")
+        collect_faults(faults)
+        vectors_KE = embed_texts(side, tokenizer(texts))
     how: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     index = open_index(pretrained, folder, **how, facts=facts)
-    if vectors is not None:
-        yield from nearest_to_texts(vectors, texts, index, top)
-    if paths:
-        x_ND = features_of(pretrained, paths, batch_size, progress)
-        yield from nearest_to_images(pretrained, x_ND, paths, index, top)
-
-
-class TextVectors(NamedTuple):
-    """Texts to search by.
-
-    x_KE: their features, each of length 1.
-    to_common: projects features of images to their width, (D, E); None: they have it.
-    """
-
-    x_KE: np.ndarray
-    to_common: np.ndarray | None
-
-
-def text_vectors(pretrained: Pretrained, texts: Sequence[str]) -> TextVectors:
-    """The features of `texts` by the text tower of the model.
-
-    Raises: InputError if it has none, or a text is empty or too long.
-    """
-    side = need_text_side(pretrained.read_text_side, f"text: {pretrained.source}")
-    tokenizer, faults = side.read_tokenizer(), Faults()
-    for text in texts:
-        why = tokenizer.find_fault(text)
-        faults.need(not why, f"text: {text!r}: {why}")
-    collect_faults(faults)
-    return TextVectors(embed_texts(side, tokenizer(texts)), side.params.get("image_head/kernel"))
-
-
-def nearest_to_texts(
-    vectors: TextVectors, texts: Sequence[str], index: Index, top: int
-) -> Iterator[dict[str, Any]]:
-    """{"text": ..., "neighbours": [...]} for each of `texts`; see `nearest_to_images`."""
-    x_ND, to_common = index.x_ND, vectors.to_common
-    x_NE = x_ND if to_common is None else unit(x_ND @ to_common)
-    for text, x_E in zip(texts, vectors.x_KE, strict=True):
+    to_common = side and side.params.get("image_head/kernel")
+    x_NE = index.x_ND if to_common is None else unit(index.x_ND @ to_common)
+    for text, x_E in zip(texts, vectors_KE, strict=True):
         yield {"text": text, "neighbours": _best(x_NE @ x_E, index, top)}
-
-
-def nearest_to_images(
-    pretrained: Pretrained, x_MD: np.ndarray, paths: Sequence[str], index: Index, top: int
-) -> Iterator[dict[str, Any]]:
-    """{"file": ..., "neighbours": [{"file", "similarity"}, ...]} for each of `paths`.
-
-    The `top` most similar files of the index come first to last; a file is no neighbour of itself,
-    and one that cannot be read is none. Similarity is the cosine of the angle between features. For
-    a path that cannot be read: {"file": ..., "error": ...}.
-
-    x_MD: the features of `paths`, from `features_of`.
-    """
+    x_MD = features_of(pretrained, paths, batch_size, progress) if paths else ()
     places = {os.path.realpath(path): i for i, path in enumerate(index.files)}
     for path, x_D in zip(paths, x_MD, strict=True):
         if np.isnan(x_D).all():

@@ -220,8 +220,8 @@ def classified(
     """The rows of `name_rows` with their classes, see `classify`."""
     names = class_names(pretrained.spec, pretrained.model.num_classes)
     known_BC = np.where(probabilities_BC >= thresholds, probabilities_BC, -1)
-    last = min(top or len(names), len(names)) - 1
-    of_last_B = -np.partition(-known_BC, last)[:, last]
+    last = -min(top or len(names), len(names))
+    of_last_B = np.partition(known_BC, last)[:, last]
     for row, known, of_last in zip(rows, known_BC, of_last_B, strict=True):
         if "error" in row:
             yield row

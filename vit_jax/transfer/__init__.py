@@ -257,17 +257,10 @@ def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Fo
       InputError: naming what it cannot hold, and the formats that can.
     """
     writer = named_writer(format, key)
-    of_towers = {
-        name: other
-        for name, other in FORMATS.items()
-        if other.check is not None and not other.of_pairs
-    }
+    of_towers = {name: f for name, f in FORMATS.items() if f.check is not None and not f.of_pairs}
     # Of programs, the error names the one that needs no other package.
-    others = [
-        name
-        for name, other in of_towers.items()
-        if (name == "stablehlo" or not other.precisions) and not other.check(model)
-    ]
+    named = {name: f for name, f in of_towers.items() if name == "stablehlo" or not f.precisions}
+    others = [name for name, f in named.items() if not f.check(model)]
     where = f"{key}{format} cannot hold this model; export it as {' or '.join(others)}"
     collect_faults(writer.check(model), where)
     owners = [name for name, other in of_towers.items() if path.suffix in (other.suffixes or ())]

@@ -20,6 +20,7 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import absolute, check_folder, check_names, is_object, write_whole
+from vit_jax.base.quiet import quiet
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
@@ -44,28 +45,10 @@ _OF_FILES = {  # {key that a receipt states only if it is unusual: its line in t
     "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
     "exif": "- Files are not turned by their EXIF orientation",
 }
-_OPENED = {  # {program's format: how a file, given by name, is run}
-    "stablehlo": """import jax
-from jax import export
-
-program = export.deserialize(bytearray(open("{0}", "rb").read()))
-call = jax.jit(program.call)  # compiled once for each number of images
-{1} = call(images)  # {2}
-""",
-    "onnx": """import onnxruntime
-
-session = onnxruntime.InferenceSession("{0}")
-{1} = session.run(None, {{"images": images}})[0]  # {2}
-""",
-    "litert": """from ai_edge_litert.interpreter import Interpreter
-
-interpreter = Interpreter("{0}")
-interpreter.allocate_tensors()
-interpreter.set_tensor(interpreter.get_input_details()[0]["index"], image)  # {2}
-interpreter.invoke()
-{1} = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
-""",
-}
+_ZEROS = (
+    "%s: all logits are 0, so comparing them shows nothing: the head was never trained; use the "
+    "features, or fine-tune first"
+)
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
@@ -114,12 +97,17 @@ def export(
     image_size = model.image_size or pretrained.spec.image_size
     with _staging(output) as folder:
         staged = epath.Path(folder) / (output.name or "model")
-        if writer.precisions:
-            files, back = _run_program(staged, pretrained, format, chosen, output)
-        else:
-            how = {"max_shard_size": max_shard_size} if max_shard_size else {}
-            files = writer.write(staged, pretrained, **how)
-            back = _read_back(staged, pretrained, side, writer, output)
+        try:
+            if writer.precisions:
+                files, back = export_program(staged, pretrained, format, chosen)
+            else:
+                how = {"max_shard_size": max_shard_size} if max_shard_size else {}
+                files = writer.write(staged, pretrained, **how)
+                back = _read_back(staged, pretrained, side, writer)
+        except RuntimeError as e:
+            raise RuntimeError(f"--output={output}: {e}") from e
+        if back[f"largest_{GIVES[chosen.gives]}"] == 0:
+            logger.warning(_ZEROS, output)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
@@ -193,48 +181,38 @@ def _staging(output: epath.Path) -> Iterator[str]:
         raise
 
 
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _run_program(
-    staged: epath.Path, pretrained: Pretrained, format: str, choice: Choice, output: epath.Path
-) -> tuple[list[str], dict[str, Any]]:
-    """`export_program`; raises RuntimeError if the program computes something else."""
-    try:
-        files, back = export_program(staged, pretrained, format, choice)
-    except RuntimeError as e:
-        raise RuntimeError(f"--output={output}: {e}") from e
-    _warn_of_zeros(back[f"largest_{GIVES[choice.gives]}"], output)
-    return files, back
-
-
 def _read_back(
     staged: epath.Path,
     pretrained: Pretrained,
     side: TextSide | None,
     writer: Format,
-    output: epath.Path,
 ) -> dict[str, Any]:
-    """Compare the logits of the model in the files at `staged`; see `_compare`."""
+    """Compare the logits of the model in the files at `staged` with the model's.
+
+    Raises:
+      RuntimeError: if they differ by more than rounding.
+    """
     model = pretrained.model
     size = model.image_size or pretrained.spec.image_size
     size = size or tuple(2 * stride for stride in model.token_stride)
     shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
     expected = np.asarray(_logits(pretrained, side)(images))
-    with _without_warnings():  # they would name the temporary folder
+    with quiet("vit_jax"):  # warnings would name the temporary folder
         found = read_pretrained(staged)
         # Equal parameters are held once.
         found = found._replace(params=share_equal(found.params, pretrained.params))
-        logits = _logits(found, _read_text_side(found, writer))(images)
-    return _compare(np.asarray(logits), expected, output)
+        logits = np.asarray(_logits(found, _read_text_side(found, writer))(images))
+    difference, largest = (float(np.abs(x).max()) for x in (logits - expected, expected))
+    if not difference <= _TOLERANCE * max(largest, 1e-6):
+        what = f"the exported files give logits that differ by {difference:.3g}"
+        raise RuntimeError(f"{what}, with {largest:.3g} the largest")
+    return {
+        "images": _IMAGES,
+        "dtype": "float32",
+        "largest_logit_difference": difference,
+        "largest_logit": largest,
+    }
 
 
 def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
@@ -253,36 +231,6 @@ def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
     text, match = side.matcher.text, jax.jit(side.matcher.apply)
     ids = np.random.default_rng(1).integers(0, text.vocabulary, (2, text.length))
     return lambda images: match(side.variables, apply(images), ids)
-
-
-def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
-    """Compare the logits of the exported files with the model's.
-
-    Warns if all of them are 0, as with a head that never learned.
-
-    Raises:
-      RuntimeError: if they differ by more than rounding.
-    """
-    difference = float(np.abs(found - expected).max())
-    largest = float(np.abs(expected).max())
-    _warn_of_zeros(largest, output)
-    if not difference <= _TOLERANCE * max(largest, 1e-6):
-        what = f"the exported files give logits that differ by {difference:.3g}"
-        raise RuntimeError(f"--output={output}: {what}, with {largest:.3g} the largest")
-    return {
-        "images": _IMAGES,
-        "dtype": "float32",
-        "largest_logit_difference": difference,
-        "largest_logit": largest,
-    }
-
-
-def _warn_of_zeros(largest: float, output: epath.Path) -> None:
-    if largest == 0:
-        logger.warning(
-            "%s: all logits are 0, so comparing them shows nothing: the head was never trained; "
-            "use the features, or fine-tune first", output
-        )  # fmt: skip
 
 
 def _describe_export(
@@ -325,13 +273,10 @@ def _move(root: epath.Path, output: epath.Path, names: list[str], inside: bool) 
     if inside and not is_object(output):
         root.rename(output)
         return
-    target = output if inside else output.parent
+    target, move = output if inside else output.parent, "copy" if is_object(output) else "rename"
     try:
         for name in names:
-            if is_object(output):
-                (root / name).copy(target / name)
-            else:
-                (root / name).rename(target / name)
+            getattr(root / name, move)(target / name)
     except BaseException:
         with contextlib.suppress(OSError):
             for name in names:
@@ -374,6 +319,18 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         _say_compared(back, receipt.get("gives", "logits")),
     ]
+    if "takes" in receipt:
+        number = 1 if receipt["format"] == "litert" else "b"
+        shape = (number, *pixels["image_size"], model.get("channels", 3))
+        kind = "uint8" if receipt["takes"] == "bytes" else "float32"
+        lines.append(f"- Takes images, {kind} ({', '.join(map(str, shape))}), RGB, height first; "
+                     f"gives {receipt['gives']}")  # fmt: skip
+    eps = model.get("norm_eps")
+    if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
+        lines.append(
+            "- timm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args "
+            f"and pass `norm_layer=partial(nn.LayerNorm, eps={eps})`"
+        )
     if receipt["computed_in"] != "float32" == back["dtype"]:
         lines.append(
             f"- The source computes in {receipt['computed_in']}: its own logits and results differ "
@@ -390,7 +347,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         for name, found in results.items():
             value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
             lines.append(f"| {name} | {value} | {found['step']:,} |")
-    return "\n".join(lines) + "\n" + _usage(receipt, output)
+    return "\n".join(lines) + "\n"
 
 
 def _say_compared(back: dict[str, Any], gives: str) -> str:
@@ -408,23 +365,3 @@ def _say_compared(back: dict[str, Any], gives: str) -> str:
         f"{back['cosine']:.6f}, same class {back['same_class']:.1%}; {back['ms_per_image']:.3g} ms "
         f"for one image, and {back['vit_jax_ms_per_image']:.3g} ms by vit_jax on the same machine"
     )
-
-
-def _usage(receipt: dict[str, Any], output: epath.Path) -> str:
-    """Markdown on opening the files if that needs more than the usual call."""
-    model, eps = receipt["model"], receipt["model"].get("norm_eps")
-    if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
-        return (
-            "\ntimm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args "
-            f"and pass `norm_layer=partial(nn.LayerNorm, eps={eps})`.\n"
-        )
-    if receipt["format"] in _OPENED:
-        number = "1" if receipt["format"] == "litert" else "b"
-        shape = (number, *receipt["preprocessing"]["image_size"], model.get("channels", 3))
-        said = ", ".join(map(str, shape))
-        kind = "uint8" if receipt["takes"] == "bytes" else "float32"
-        lines = _OPENED[receipt["format"]].format(
-            output.name, receipt["gives"], f"{kind} ({said}), RGB, height first"
-        )
-        return f"\n```python\n{lines}```\n"
-    return ""

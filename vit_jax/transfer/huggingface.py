@@ -30,6 +30,7 @@ from vit_jax.models.vit import ViT
 from vit_jax.models.zero_shot import need_text_side
 from vit_jax.transfer.fit import require_image_size, with_learned_positions
 from vit_jax.transfer.huggingface_images import (
+    cuts_patches,
     read_pixels,
     with_patches,
     with_pixels,
@@ -100,9 +101,9 @@ def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
     mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
     loss = LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)
-    if name == "siglip2_vision_model" and "max_num_patches" in pixels:
-        spec = with_patches(spec, pixels, model.patch_size)
-        model = model.clone(max_tokens=pixels["max_num_patches"])
+    if name == "siglip2_vision_model" and cuts_patches(pixels):
+        spec = with_patches(spec, pixels, model.patch_size, str(source.path))
+        model = model.clone(max_tokens=spec.rule.most)
     elif model.image_size is not None:
         processor = "DeiTImageProcessor" if name == "deit" and pixels else "ViTImageProcessor"
         spec = with_pixels(spec, pixels or mean_std, processor, str(source.path))

@@ -8,7 +8,15 @@ from typing import Any
 
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.data.native import PatchRule
-from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
+from vit_jax.transfer.pretrained import (
+    Cut,
+    Spec,
+    ops_of_cut,
+    preparation,
+    read_preparation,
+    share_of,
+    with_rule,
+)
 from vit_jax.transfer.source import READING, Source, read_json
 from vit_jax.transfer.timm_blocks import CLIP, IMAGENET
 
@@ -20,11 +28,12 @@ _PIXELS = {
     "rescale_factor": "a positive number", "image_mean": "numbers of channels",
     "image_std": "positive numbers of channels", "image_processor_type": "text",
     "feature_extractor_type": "text", "ops": "text", "max_num_patches": "a positive int",
-    **READING,
+    "patch_size": "a positive int", **READING,
 }  # fmt: skip
 _PROCESSOR = re.compile(
     r"(ViT|DeiT|Bit|CLIP|Siglip|DINOv3ViT)(ImageProcessor(Fast|Pil)?|FeatureExtractor)"
 )
+_OF_PATCHES = re.compile(r"Siglip2ImageProcessor(Fast|Pil)?")
 _CLIP = {f"image_{key}": list(value) for key, value in CLIP.items()}
 # Defaults of the image processor classes. ViT's and DeiT's resize each side separately to (height,
 # width), or to an int for both. Bit's keeps the aspect ratio.
@@ -59,9 +68,8 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
 
     If keys ask for unsupported preprocessing, `fault` names them; the weights are still usable.
     """
-    processor = pixels.get("image_processor_type") or pixels.get("feature_extractor_type", default)
+    processor = _processor(pixels, default)
     match = _PROCESSOR.fullmatch(processor)
-    where = f"init_from={source!r}: its preprocessor_config.json is not supported"
     kind = match[1] if match else "ViT"
     height, width = spec.image_size
     given = {"size": {"height": height, "width": width}} | _PROCESSORS[kind] | pixels
@@ -74,9 +82,7 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
     needed = ", ".join(f"{name}ImageProcessor" for name in _PROCESSORS)
     of_processor = f"image_processor_type={processor!r}: needs one of {needed}"
     if faults := _pixel_faults(given, spec.image_size) if match else [of_processor]:
-        fault = str(InputError(*faults, where=where))
-        logger.warning("%s; only the weights can be used", fault)
-        return spec._replace(fault=fault)
+        return _with_fault(spec, faults, source)
     resized = _height_width(given["size"])
     in_proportion = _in_proportion(given["size"])
     interpolation = _FILTERS[given["resample"]]
@@ -91,11 +97,47 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
     return spec._replace(ops=None) if ops == ops_of_cut(cut, spec.image_size) else spec
 
 
-def with_patches(spec: Spec, pixels: dict[str, Any], patch_size: tuple[int, int]) -> Spec:
-    """`spec` with the values of a Siglip2ImageProcessor, which keeps the shape of pictures."""
-    mean, std = _mean_and_std(pixels)
-    rule = PatchRule(patch_size, pixels["max_num_patches"])
-    return spec._replace(mean=mean, std=std, ops="decode", rule=rule)
+def cuts_patches(pixels: dict[str, Any]) -> bool:
+    """Whether a preprocessor_config.json is a Siglip2ImageProcessor's; `pixels`: its values."""
+    default = "Siglip2ImageProcessor" if "max_num_patches" in pixels else ""
+    return _OF_PATCHES.fullmatch(_processor(pixels, default)) is not None
+
+
+def with_patches(
+    spec: Spec, pixels: dict[str, Any], patch_size: tuple[int, int], source: str
+) -> Spec:
+    """`spec` with the values of a Siglip2ImageProcessor, which keeps the shape of pictures.
+
+    `fault`: as in `with_pixels`.
+    """
+    given = {"do_resize": True, "resample": 2, "patch_size": 16, "max_num_patches": 256} | pixels
+    resample, side = given["resample"], given["patch_size"]
+    mean, std = _mean_and_std(given)
+    faults = Faults()
+    faults.need(given["do_resize"], "do_resize=False: needs true, for at most max_num_patches")
+    faults.need(
+        resample == 2, f"resample={resample}: needs 2 (bilinear), because images are patches"
+    )
+    faults.need(
+        (side, side) == patch_size, f"patch_size={side}: needs {patch_size[0]}, the model's"
+    )
+    stated = {"ops": "decode", "loss": spec.loss} | pixels
+    spec = spec._replace(mean=mean, std=std, **read_preparation(stated, spec.image_size, source))
+    spec = with_rule(spec, PatchRule(patch_size, given["max_num_patches"]), faults)
+    return _with_fault(spec, faults, source) if faults else spec
+
+
+def _processor(pixels: dict[str, Any], default: str) -> str:
+    """The image processor class that a preprocessor_config.json states."""
+    return pixels.get("image_processor_type") or pixels.get("feature_extractor_type", default)
+
+
+def _with_fault(spec: Spec, faults: Sequence[str], source: str) -> Spec:
+    """`spec` of a preprocessing with `faults`; a warning names them."""
+    where = f"init_from={source!r}: its preprocessor_config.json is not supported"
+    fault = str(InputError(*faults, where=where))
+    logger.warning("%s; only the weights can be used", fault)
+    return spec._replace(fault=fault)
 
 
 def _in_size(given: dict[str, Any], image_size: tuple[int, int], source: str) -> dict[str, Any]:
@@ -175,13 +217,15 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
         "image_std": list(spec.std),
         "rescale_factor": 1 / 255,
     }
-    if spec.rule is not None:
-        of_patches = {"patch_size": spec.rule.patch_size[0], "max_num_patches": spec.rule.most}
+    ops, rule = preparation(spec, None)
+    if rule is not None:
+        of_patches = {"patch_size": rule.patch_size[0], "max_num_patches": rule.most}
         kind = {"image_processor_type": "Siglip2ImageProcessor", "resample": 2}
-        return pixels | kind | of_patches | spec.stated_reading
+        own = {} if ops == "decode" else {"ops": ops}
+        return pixels | kind | of_patches | own | spec.stated_reading
     pixels |= _write_cut(spec.cut or Cut(), spec.image_size)
-    if ops_for(spec) != library_ops(spec):
-        pixels["ops"] = spec.ops or ops_for(spec)
+    if ops != library_ops(spec):
+        pixels["ops"] = spec.ops or ops
     return pixels | spec.stated_reading
 
 

@@ -7,7 +7,6 @@ are in a second file, as a file of ONNX holds no more.
 
 import contextlib
 import io
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.files import open_for_append, write_whole
+from vit_jax.base.quiet import quiet
 from vit_jax.transfer.program import MOST_BYTES, Program
 
 if TYPE_CHECKING:
@@ -28,13 +28,17 @@ PRECISIONS = ("float32", "float16", "int8")
 SPLITS = True
 OPSET = 21
 _INPUT = "images"
+_LOGGERS = ("jax2onnx", "onnx_ir", "root")
 _SMALL = 1024  # bytes of an array that stays in the file, as shapes must
 _PRODUCT = b"abc,cd->abd"  # of all tokens with a matrix, as jax2onnx writes it
 
 
 def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, Any]]:
     """Write the program; return the names of the files, and facts for the receipt."""
-    with contextlib.redirect_stdout(io.StringIO()), _quiet():  # jax2onnx prints what it does
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        quiet(*_LOGGERS),
+    ):  # jax2onnx prints what it does
         from jax2onnx import to_onnx
 
         model = to_onnx(
@@ -76,7 +80,7 @@ def _quantise(model: "ModelProto", samples: Sequence[np.ndarray]) -> "ModelProto
         if node.op_type == "Gemm" and zeros.issuperset(node.input[2:]):
             del node.input[2:]  # a bias that has no axis, which the quantiser needs
     split = _num_bytes(model) > MOST_BYTES
-    with _quiet(), _stored(model) as file:
+    with quiet(*_LOGGERS), _stored(model) as file:
         quantize_static(
             file,
             made := f"{file}.int8",
@@ -130,16 +134,3 @@ def load(path: epath.Path) -> Callable[[np.ndarray], np.ndarray]:
         os.fspath(path), options, providers=["CPUExecutionProvider"]
     )
     return lambda images: session.run(None, {_INPUT: images})[0]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("jax2onnx", "onnx_ir", "root")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

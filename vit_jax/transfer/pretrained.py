@@ -243,9 +243,18 @@ def preparation(
     Raises:
       InputError: as `ops_for`.
     """
-    if own_shape and spec.rule is not None:
+    if own_shape and spec.rule is not None and spec.fault is None:
         return spec.ops or "decode", spec.rule
     return ops_for(spec, image_shape and image_shape[:2]), None
+
+
+def with_rule(spec: Spec, rule: PatchRule, faults: Faults) -> Spec:
+    """`spec` for pictures in their own shape; `faults` gets what is stated and does not suit."""
+    ops = spec.ops or "decode"
+    sized = [op.text for op in parse_ops(ops, spec.image_size)[0] if op.gives is not None]
+    faults.need(not sized, f"ops={ops!r}: {', '.join(sized)} would change the shape of pictures; "
+                "needs ops that set no size, such as decode")  # fmt: skip
+    return spec._replace(ops=ops, rule=rule)
 
 
 def load_image(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:

@@ -46,32 +46,28 @@ class Choice(NamedTuple):
         faults = Faults()
         faults.need_known("takes", self.takes, ("floats", "bytes"))
         faults.need_known("gives", self.gives, GIVES)
-        if precisions:
-            faults.need_known("precision", self.precision, precisions)
-        faults.need(
-            bool(precisions) or self == Choice(),
-            f"format={format}: takes, gives, precision, pictures, calibration and max_drop are of "
-            "programs: stablehlo, onnx and litert; leave them out",
-        )
-        quantised = (self.pictures is not None) and (self.calibration is not None)
-        faults.need(
-            self.precision != "int8" or quantised,
-            "precision=int8: needs pictures (with a folder per class) and calibration (others)",
-        )
-        faults.need(
-            self.precision != "int8" or self.gives != "features",
-            "precision=int8: is tested by top-1, so gives=features does not go with it",
-        )
-        quantises = {"calibration": self.calibration, "max_drop": self.max_drop}
-        for name, value in quantises.items():
+        faults.need_known("precision", self.precision, precisions or (self.precision,))
+        if not precisions:
             faults.need(
-                not precisions or self.precision == "int8" or value == getattr(Choice(), name),
-                f"{name}={value}: is of precision=int8; leave it out",
+                self == Choice(),
+                f"format={format}: takes, gives, precision, pictures, calibration and max_drop are "
+                "of programs: stablehlo, onnx and litert; leave them out",
             )
-        faults.need(
-            self.precision != "int8" or 0 <= self.max_drop < 1,
-            f"max_drop={self.max_drop}: needed: a fraction in [0, 1); 0.01 is one point of top-1",
-        )
+        elif self.precision == "int8":
+            faults.need(
+                self.pictures is not None and self.calibration is not None,
+                "precision=int8: needs pictures (with a folder per class) and calibration (others)",
+            )
+            faults.need(
+                self.gives != "features",
+                "precision=int8: is tested by top-1, so gives=features does not go with it",
+            )
+            drop = f"max_drop={self.max_drop}: needed: a fraction in [0, 1); 0.01 is one point"
+            faults.need(0 <= self.max_drop < 1, f"{drop} of top-1")
+        else:
+            for name, usual in (("calibration", None), ("max_drop", Choice().max_drop)):
+                value = getattr(self, name)
+                faults.need(value == usual, f"{name}={value}: is of precision=int8; leave it out")
         collect_faults(faults)
 
 

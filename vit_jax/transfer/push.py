@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constan
 from huggingface_hub.utils import validate_repo_id
 
 from vit_jax.base import hub
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import cache_folder
 from vit_jax.config.base import flatten
 from vit_jax.config.stored import StoredConfig, read_stored
@@ -117,22 +117,17 @@ def push(
 
 def _check(repository: str, format: str, revision: str | None, pull_request: bool) -> None:
     folders = [name for name, f in FORMATS.items() if f.write and "" in (f.suffixes or ())]
-    faults = []
+    faults, named = Faults(), repository.count("/") == 1
     try:
         validate_repo_id(repository)
-        named = repository.count("/") == 1
     except errors.HFValidationError:
         named = False
-    if not named:
-        faults.append(f"{repository!r}: needs OWNER/NAME, as in the Hub's addresses")
-    if format not in folders:
-        faults.append(f"--format={format}: push sends a folder; give {' or '.join(folders)}")
-    if pull_request and revision is not None:
-        faults.append(
-            f"--revision={revision}: a pull request has a branch of its own; leave out --revision"
-        )
-    if faults:
-        raise InputError(*faults)
+    faults.need(named, f"{repository!r}: needs OWNER/NAME, as in the Hub's addresses")
+    said = f"--format={format}: push sends a folder; give {' or '.join(folders)}"
+    faults.need(format in folders, said)
+    said = f"--revision={revision}: a pull request has a branch of its own; leave out --revision"
+    faults.need(not (pull_request and revision), said)
+    collect_faults(faults)
 
 
 def _files_of_run(pretrained: Pretrained) -> tuple[StoredConfig | None, list[epath.Path]]:

@@ -24,7 +24,7 @@ from vit_jax.base.packages import need_package
 from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
 from vit_jax.transfer import litert, onnx, stablehlo
-from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_pixels
+from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_image, load_pixels
 from vit_jax.transfer.program import GIVES, MOST_BYTES, PLAIN, Choice, Program, make_program
 
 RUNTIMES: dict[str, Any] = {"stablehlo": stablehlo, "onnx": onnx, "litert": litert}
@@ -71,15 +71,16 @@ def export_program(
       InputError: if the model or the pictures do not suit the choice.
       RuntimeError: if the runtime computes something else.
     """
+    from vit_jax.data.images.given import find_images
+
     runtime, program = RUNTIMES[format], _make_program(pretrained, format, choice)
     spec = pretrained.spec.at(program.shape[:2])
     if choice.calibration is not None:
-        paths = _find_pictures(choice.calibration)
-        paths = paths[:: -(-len(paths) // _CALIBRATED)]
-        samples = np.stack([_read_picture(p, spec) for p in paths])
-        program = program._replace(samples=as_taken(samples, spec, choice))
+        paths = find_images([choice.calibration])
+        samples = _batches(paths[:: -(-len(paths) // _CALIBRATED)], spec, choice)
+        program = program._replace(samples=np.concatenate([*samples]))
     given = choice.pictures is not None
-    pictures = _find_pictures(choice.pictures) if given else list(sample_pictures())
+    pictures = find_images([choice.pictures]) if given else list(sample_pictures())
     labels, num_classes = None, pretrained.model.num_classes
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
@@ -101,25 +102,20 @@ def export_program(
     return files, {"runtime": versions, **facts, **compared}
 
 
-def _find_pictures(folder: epath.PathLike) -> list[str]:
-    from vit_jax.data.images.given import find_images
-
-    return find_images([folder])
-
-
-def _read_picture(picture: str | bytes, spec: Spec) -> np.ndarray:
-    """The uint8 pixels (H, W, C) of a path or of a file's bytes."""
-    try:
-        return load_pixels(picture, spec)
-    except OSError as e:
-        raise InputError(f"{picture!r}: cannot be read ({e.strerror}); choose others") from None
-
-
 def _batches(pictures: Sequence[str | bytes], spec: Spec, choice: Choice) -> Iterator[np.ndarray]:
-    """The pictures as the program takes them, (b, H, W, C), read when they are needed."""
+    """The pictures as the program takes them, (b, H, W, C), read when they are needed.
+
+    `pictures`: paths, or the bytes of files.
+    """
+
+    def read(picture: str | bytes) -> np.ndarray:
+        try:
+            return (load_pixels if choice.takes == "bytes" else load_image)(picture, spec)
+        except OSError as e:
+            raise InputError(f"{picture!r}: cannot be read ({e.strerror}); choose others") from None
+
     for start in range(0, len(pictures), _BATCH):
-        part = pictures[start : start + _BATCH]
-        yield as_taken(np.stack([_read_picture(picture, spec) for picture in part]), spec, choice)
+        yield np.stack([*map(read, pictures[start : start + _BATCH])])
 
 
 def sample_pictures() -> Iterator[bytes]:
@@ -132,11 +128,6 @@ def sample_pictures() -> Iterator[bytes]:
             for part in np.array_split(half, 4, axis=1):
                 Image.fromarray(part).save(file := io.BytesIO(), "PNG")
                 yield file.getvalue()
-
-
-def as_taken(pixels: np.ndarray, spec: Spec, choice: Choice) -> np.ndarray:
-    """uint8 pixels (b, H, W, C) as the program takes them."""
-    return pixels if choice.takes == "bytes" else spec.to_values(pixels.astype(np.float32))
 
 
 def _compare(

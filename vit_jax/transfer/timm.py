@@ -161,8 +161,8 @@ def _read_vit(source: Source) -> Pretrained:
     model = timm_blocks.check_rotary(source, model, config.args)
     params = read_rows(vit_rows(model), source, model)
     spec = config.read_spec(image_size, model.num_classes, kind.resize).of(model.channels)
-    most = config.stated.get("max_tokens") if is_naflex else None
-    return timm_naflex.of_pictures(Pretrained(str(source.path), model, params, spec), most)
+    found = Pretrained(str(source.path), model, params, spec)
+    return timm_naflex.of_pictures(found, config) if is_naflex else found
 
 
 def _read_unseen(
@@ -313,6 +313,7 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         **({"max_tokens": model.max_tokens} if flexible else {}),
     }
     spec = pretrained.spec.at(model.image_size).of(model.channels)
+    spec = spec._replace(cut=None) if flexible else spec
     return timm_config.write(path, config, arrays, spec, max_shard_size)
 
 

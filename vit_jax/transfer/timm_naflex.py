@@ -6,15 +6,16 @@ from typing import Any
 
 import flax.linen as nn
 
-from vit_jax.base.errors import Faults
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import image_hw
 from vit_jax.data.native import PatchRule
 from vit_jax.models.own_shapes import FILTERS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import timm_blocks
 from vit_jax.transfer.names import Row, find_unheld
-from vit_jax.transfer.pretrained import Pretrained
+from vit_jax.transfer.pretrained import Pretrained, with_rule
 from vit_jax.transfer.source import Source
+from vit_jax.transfer.timm_config import Config
 
 PATCHES = "embeds.proj.weight"  # the embedding of flattened patches
 _TO_NAFLEX = {
@@ -70,11 +71,22 @@ def naflex_kind(source: Source, args: Mapping[str, Any], architecture: str) -> t
     return timm_blocks.Kind(act="gelu_tanh" if is_siglip else "gelu", fields=fields)
 
 
-def of_pictures(found: Pretrained, most: int | None) -> Pretrained:
-    """The model for pictures of at most `most` patches in their own shape; None: as it is."""
-    if most is None:
+def of_pictures(found: Pretrained, config: Config) -> Pretrained:
+    """The model for pictures in their own shape, if `config` states their `max_tokens`.
+
+    Raises:
+      InputError: the file states pixels that are not computed for such pictures.
+    """
+    if (most := config.stated.get("max_tokens")) is None:
         return found
-    spec = found.spec._replace(ops="decode", rule=PatchRule(found.model.patch_size, most))
+    faults, filter = Faults(), config.pixels.get("interpolation", "bilinear")
+    faults.need(
+        filter == "bilinear",
+        f"interpolation={filter!r}: needs bilinear, because max_tokens={most} keeps the shape of "
+        "pictures; leave out max_tokens for images of one size",
+    )
+    spec = with_rule(found.spec, PatchRule(found.model.patch_size, most), faults)
+    collect_faults(faults, f"init_from={found.source!r}")
     return found._replace(model=found.model.clone(max_tokens=most), spec=spec)
 
 

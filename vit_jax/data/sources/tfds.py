@@ -350,12 +350,12 @@ def _make_record_name(
     parts: Sequence[Any], segments: np.ndarray, where: str
 ) -> Callable[[int], str]:
     """Make `Source.record_name`: the record's file, its index there, and its index in the split."""
+    file_names = [pathlib.PurePath(part.filename).name for part in parts]
 
     def record_name(record: int) -> str:
         i = int(np.searchsorted(segments, record, side="right")) - 1
         in_file = record - segments[i] + parts[i].skip
-        file_name = pathlib.PurePath(parts[i].filename).name
-        return f"{file_name} record {in_file} (record {record} of {where})"
+        return f"{file_names[i]} record {in_file} (record {record} of {where})"
 
     return record_name
 
