@@ -261,7 +261,7 @@ def prepared_by(spec, source, folder):
         "timm": timm_config.Config(Source(epath.Path(folder))).read_spec(
             spec.image_size, None, "antialiased"
         ),
-        "hf": huggingface_images.with_patches(spec, pixels, spec.rule.patch_size)
+        "hf": huggingface_images.with_patches(spec, pixels, spec.rule.patch_size, "hf")
         if spec.rule else huggingface_images.with_pixels(spec, pixels, False, "hf"),
     }  # fmt: skip
     config = load("evaluate", "classification,debug")

@@ -55,11 +55,11 @@ def test_it_stops_in_time_and_goes_on(tool, tmp_path, capsys):
 
 
 def test_other_bits_are_an_error_and_the_page_says_so(tool, tmp_path, monkeypatch):
-    hooks = load_module(notebooks.ROOT / "docs/hooks.py")
-    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    tables = load_module(notebooks.ROOT / "docs/measured_tables.py")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tool.main() == 0
-    assert "| 2 | no | none | 1 | 0 | 50% | 1.0 |  |\n" in hooks.goodput()
-    assert "\n10 of 10 runs ended with the bits" in hooks.goodput()
+    assert "| 2 | no | none | 1 | 0 | 50% | 1.0 |  |\n" in tables.goodput()
+    assert "\n10 of 10 runs ended with the bits" in tables.goodput()
     tool.bits["2"] = "c"
     assert tool.main() == 1
-    assert "\n17 of 20 runs ended with the bits" in hooks.goodput()
+    assert "\n17 of 20 runs ended with the bits" in tables.goodput()
