@@ -73,7 +73,7 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     np.testing.assert_allclose(found, expected, atol=1e-5 if precision == "float32" else 2e-3)
     assert (shown["largest_probability_difference"] > 1e-6) == (precision == "float16")
     card = (tmp_path / f"model.{format}.md").read_text()
-    assert "gives probabilities" in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
+    assert "gives probabilities" in card and re.search(r"uint8 \([b1], 32, 32, 3\), RGB", card)
 
 
 @pytest.mark.parametrize(
