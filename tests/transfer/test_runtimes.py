@@ -171,6 +171,9 @@ def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
     model = read_pretrained(golden / "timm_vit.safetensors")
     with pytest.raises(RuntimeError, match=r"cannot hold this model so \(IndexError: .*float16"):
         runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
+    choice |= {"calibration": tmp_path / "none"}
+    with pytest.raises(InputError, match=r"^calibration: .*none: no such file or folder"):
+        runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
 
 
 @each_runtime
