@@ -1,4 +1,4 @@
-"""Tables of what was measured: Markdown from the CSV files of docs/, by docs/hooks.py."""
+"""Tables of measurements: docs/hooks.py makes Markdown of the CSV files in docs/."""
 
 import csv
 import pathlib
@@ -167,12 +167,12 @@ def exports() -> str:
     found = {(r["model"], f"{r['format']} {r['precision']}"): r for r in read}
     heads, kinds = (dict.fromkeys(key[i] for key in found) for i in (1, 0))
 
-    def cell(row: dict | None) -> str:
+    def found_by(row: dict | None) -> str:
         if row is None:
             return "not measured"
         return row["refused"] or f"{row['cosine']}; {row['error']}; {row['ms']} / {row['ours_ms']}"
 
-    lines = [(kind, *(cell(found.get((kind, head))) for head in heads)) for kind in kinds]
+    lines = [(kind, *(found_by(found.get((kind, head))) for head in heads)) for kind in kinds]
     return table(("model", *heads), lines)
 
 

@@ -93,8 +93,8 @@ class Runs:
         return self.balance(part, seed) | {"cpu_s": round(cpu_s)} | found
 
     def balance(self, part: str, seed: int) -> dict:
-        """The numbers of images: all, of the largest and the smallest class; the classes that as
-        many images, equally many of each, would need for the same entropy.
+        """Numbers of images: all, and those of the largest and the smallest class; `classes`: the
+        number of classes of equal size with the same entropy.
         """
         keys = {"split": "train", "image_size": (32, 32), "data_dir": self.pool}
         source = make_source("arrays", **keys, subset=(part, False, seed))

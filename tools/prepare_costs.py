@@ -1,12 +1,12 @@
-"""CPU seconds that others take to prepare the same pictures: docs/how_to/prepare_costs.csv.
+"""CPU seconds of vit_jax, img2dataset and TFDS for one set: docs/how_to/prepare_costs.csv.
 
 python tools/prepare_costs.py WORKDIR --data_dir=DIR --img2dataset=PROGRAM [--rounds=3]
 
-DIR holds imagenet_sample/VERSION: 500 photographs of ImageNet's size, four copies of each are
-prepared by one process, first as they are, then with a shorter side of 256 pixels. PROGRAM is
-img2dataset in an environment of its own, as it needs older packages; a thread of this tool serves
-the pictures to it, and its time does not count. TFDS is a builder that resizes with Pillow and
-does not decode what it keeps. Rows have the median of the rounds; starts count.
+DIR holds imagenet_sample/VERSION, 500 photographs of ImageNet's size. One process prepares four
+copies of each, first as they are, then with a shorter side of 256 pixels. PROGRAM is img2dataset
+in an environment of its own, as it needs older packages; a thread of this tool serves the pictures
+to it, and its time does not count. The builder of TFDS resizes with Pillow and does not decode the
+files that it keeps. Rows have the median of the rounds, with the time to start.
 """
 
 import argparse

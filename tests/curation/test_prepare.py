@@ -164,7 +164,7 @@ def test_a_killed_worker_is_an_error_with_a_remedy(monkeypatch):
     job.set_exception(concurrent.futures.process.BrokenProcessPool())
     pool.return_value.__enter__.return_value.submit.return_value = job
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", pool)
-    with pytest.raises(OneProcessError, match=r"--workers=2: one was killed, .* take fewer"):
+    with pytest.raises(OneProcessError, match=r"--workers=2: a worker was killed, .* set fewer"):
         in_processes(2)(print, [1], Progress(1))
 
 

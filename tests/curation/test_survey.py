@@ -45,7 +45,8 @@ def test_the_page_shows_what_there_is(sections):
     said = {section.subject: section for section in sections}
     assert [*said] == ["classes", "sizes", "square", "colours", "broken", "duplicates", "pictures"]
     classes = said["classes"]
-    assert classes.found.startswith("2 classes, 32 pictures, 0 of them without a label; 30 of a, 2")
+    assert classes.found.startswith("2 classes, 32 pictures, 0 of them without a label; ")
+    assert classes.found.endswith("; largest: a, 30; smallest: b, 2")
     assert classes.state == "warning" and classes.table[1] == ("a", "30", "93.75%")
     assert said["sizes"].table[3][1:] == ("2",) * 5  # width / height
     assert "distort 100.0% of the pixels by more than 10%, or cut off 50.0%" in said["square"].found

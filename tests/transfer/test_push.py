@@ -1,6 +1,7 @@
 """The push command, against a server that speaks the Hub's protocol."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -129,6 +130,8 @@ def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     """Results with their split, the recipe as asked and as resolved, figures."""
     run = tmp_path / "run"
     shutil.copytree(golden / "run_0_2_0", run)
+    config = run / "config.json"
+    config.write_text(config.read_text().replace("pad_crop(1)", "pad_crop(1)|flip"))
     (run / "figures").mkdir()
     (run / "figures/norms.png").write_bytes(b"a picture")
     assert main(["push", str(run), "me/mine"]) == 0
@@ -140,6 +143,8 @@ def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     text = files["README.md"].decode()
     assert "![norms](norms.png)" in text
     assert f"| duration | `{stored['asked']['duration']}` |" in text
+    assert r"| `pad_crop(1)\|flip` |" in text
+    assert re.findall(r"arxiv.org/abs/(\S+)", text) == ["2010.11929"]
     assert "evaluate --workdir=" in text
     results = ModelCard(text).data.eval_results
     (top1,) = [r for r in results if r.metric_name == "test/top1"]

@@ -73,7 +73,7 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     np.testing.assert_allclose(found, expected, atol=1e-5 if precision == "float32" else 2e-3)
     assert (shown["largest_probability_difference"] > 1e-6) == (precision == "float16")
     card = (tmp_path / f"model.{format}.md").read_text()
-    assert "gives probabilities" in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
+    assert "gives probabilities" in card and re.search(r"uint8 \([b1], 32, 32, 3\), RGB", card)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,9 @@ def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
         PIL.Image.new("RGB", (36, 36), (i, 0, 0)).save(tmp_path / name / "a.png")
     model = read_pretrained(golden / "timm_vit.safetensors")
     with pytest.raises(RuntimeError, match=r"cannot hold this model so \(IndexError: .*float16"):
+        runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
+    choice |= {"calibration": tmp_path / "none"}
+    with pytest.raises(InputError, match=r"^calibration: .*none: no such file or folder"):
         runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
 
 

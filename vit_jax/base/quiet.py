@@ -1,4 +1,4 @@
-"""Loggers whose messages tell the user nothing for a while."""
+"""Silence loggers for a while."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let the loggers of these names say only what is critical."""
+    """Log only critical messages of the loggers with these names."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -50,8 +50,10 @@ def main(flags: argparse.Namespace) -> int:
     faults.need(
         (flags.clusters is None) == (flags.keep is None), "--clusters, --keep: give both, or none"
     )
-    falling = flags.clusters == sorted({*(flags.clusters or [])}, reverse=True)
-    faults.need(flags.clusters is None or falling, "--clusters: needs falling numbers, 1000,100,10")
+    clusters = flags.clusters or []
+    given = ",".join(map(str, clusters))
+    falling = clusters == sorted({*clusters}, reverse=True)
+    faults.need(falling, f"--clusters={given}: needs falling numbers, such as 1000,100,10")
     collect_faults(faults)
 
     from vit_jax.curation.features import Features

@@ -36,7 +36,7 @@ class Beam:
         self.pipeline = functools.partial(apache_beam.Pipeline, options=PipelineOptions([*options]))
 
     def run(self, pipeline: Any, progress: Progress | None = None) -> None:
-        """Run to the end; raises OneProcessError if that is another one than DONE."""
+        """Run to the end; raises OneProcessError if the pipeline's last state is not DONE."""
         from apache_beam.runners.runner import PipelineState
 
         result = pipeline.run()

@@ -81,7 +81,8 @@ def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
     runner(functools.partial(make_shard, plan), missing, Progress(len(missing)))
     records = {shard: finished(plan, shard) for shard in shards}
     if left := [shard for shard, record in records.items() if record is None]:
-        raise OneProcessError(f"{output}: {len(left)} shards are not finished; run it again")
+        said = f"{len(left)} shards are not finished; run the command again"
+        raise OneProcessError(f"{output}: {said}")
     _remove_stale({plan.path(shard).parent for shard in shards} | {output / FOLDER})
     return _finish(plan, command, facts, {k: v for k, v in records.items() if v is not None})
 
@@ -232,8 +233,9 @@ def in_processes(workers: int) -> Runner:
                 for job in concurrent.futures.as_completed(jobs):
                     progress.add(job.result())
             except concurrent.futures.BrokenExecutor:
-                said = "one was killed, often for lack of memory; take fewer, and run it again"
-                raise OneProcessError(f"--workers={workers}: {said}") from None
+                said = "a worker was killed, often for lack of memory; set fewer"
+                said = f"--workers={workers}: {said}, and run the command again"
+                raise OneProcessError(said) from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

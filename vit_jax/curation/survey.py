@@ -63,7 +63,8 @@ def _classes(source: Source, label: np.ndarray) -> Section:
     most, least = order[0], order[-1]
     said = (
         f"{len(names):,} classes, {len(label):,} pictures, {none:,} of them without a label; "
-        f"{counts[most]:,.0f} of {names[most]}, {counts[least]:,.0f} of {names[least]}"
+        f"largest: {names[most]}, {counts[most]:,.0f}; smallest: {names[least]}, "
+        f"{counts[least]:,.0f}"
     )
     uneven = counts[most] > _UNEVEN * counts[least]
     remedy = "--config.loss.class_weights=balanced weighs rare classes more" * bool(uneven)

@@ -45,6 +45,7 @@ _OF_FILES = {  # {key that a receipt states only if it is unusual: its line in t
     "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
     "exif": "- Files are not turned by their EXIF orientation",
 }
+_TAKEN = {"bytes": "pixels from 0 to 255, uint8", "floats": "images in this value range, float32"}
 _ZEROS = (
     "%s: all logits are 0, so comparing them shows nothing: the head was never trained; use the "
     "features, or fine-tune first"
@@ -321,10 +322,9 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     ]
     if "takes" in receipt:
         number = 1 if receipt["format"] == "litert" else "b"
-        shape = (number, *pixels["image_size"], model.get("channels", 3))
-        kind = "uint8" if receipt["takes"] == "bytes" else "float32"
-        lines.append(f"- Takes images, {kind} ({', '.join(map(str, shape))}), RGB, height first; "
-                     f"gives {receipt['gives']}")  # fmt: skip
+        shape = (number, *pixels["image_size"], channels := model.get("channels", 3))
+        axes = f"({', '.join(map(str, shape))}), {'RGB, ' * (channels == 3)}height first"
+        lines.append(f"- Takes {_TAKEN[receipt['takes']]} {axes}; gives {receipt['gives']}")
     eps = model.get("norm_eps")
     if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
         lines.append(

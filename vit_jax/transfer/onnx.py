@@ -35,10 +35,8 @@ _PRODUCT = b"abc,cd->abd"  # of all tokens with a matrix, as jax2onnx writes it
 
 def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, Any]]:
     """Write the program; return the names of the files, and facts for the receipt."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        quiet(*_LOGGERS),
-    ):  # jax2onnx prints what it does
+    # jax2onnx prints each of its steps.
+    with contextlib.redirect_stdout(io.StringIO()), quiet(*_LOGGERS):
         from jax2onnx import to_onnx
 
         model = to_onnx(

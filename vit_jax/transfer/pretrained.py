@@ -249,7 +249,7 @@ def preparation(
 
 
 def with_rule(spec: Spec, rule: PatchRule, faults: Faults) -> Spec:
-    """`spec` for pictures in their own shape; `faults` gets what is stated and does not suit."""
+    """`spec` for pictures in their own shape; adds a fault if its ops set the size of images."""
     ops = spec.ops or "decode"
     sized = [op.text for op in parse_ops(ops, spec.image_size)[0] if op.gives is not None]
     faults.need(not sized, f"ops={ops!r}: {', '.join(sized)} would change the shape of pictures; "

@@ -46,7 +46,8 @@ class Choice(NamedTuple):
         faults = Faults()
         faults.need_known("takes", self.takes, ("floats", "bytes"))
         faults.need_known("gives", self.gives, GIVES)
-        faults.need_known("precision", self.precision, precisions or (self.precision,))
+        if precisions:
+            faults.need_known("precision", self.precision, precisions)
         if not precisions:
             faults.need(
                 self == Choice(),

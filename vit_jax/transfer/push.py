@@ -5,6 +5,7 @@ upload has sent are not sent again by the next one.
 """
 
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +83,8 @@ def push(
         card = folder / "README.md"
         licence = {"license": license} if license else _licence_of(pretrained)
         data = _metadata(receipt, repository, format, licence, pretrained)
-        papers = re.findall(r"arXiv:(\d{4}\.\d+)", type(pretrained.model).__doc__ or "")
+        sources = sys.modules[type(pretrained.model).__module__].__doc__ or ""
+        papers = re.findall(r"arXiv:(\d{4}\.\d+)", sources)
         shown = [file.name for file in figures], papers or [_VIT]
         address = f"hf:{repository}" + (f"@{revision}" if revision else "")
         text = card.read_text() + _sections(receipt, recipe, shown, address, licence.get("license"))
@@ -228,8 +230,10 @@ def _sections(
         lines += ["", "## Recipe", "", "[recipe.json](recipe.json) has all keys.", "",
                   "| key | asked | resolved |", "|---|---|---|"]  # fmt: skip
         asked, resolved = flatten(recipe.asked), flatten(recipe.resolved)
-        lines += [f"| {key} | `{asked.get(key)}` | `{resolved[key]}` |"
-                  for key in _SHOWN if resolved.get(key) is not None]  # fmt: skip
+        for key in _SHOWN:
+            if resolved.get(key) is not None:  # the Hub takes a bare pipe for the next cell
+                cells = (f"`{found.get(key)}`".replace("|", r"\|") for found in (asked, resolved))
+                lines.append(f"| {key} | {' | '.join(cells)} |")
     if results := _results(receipt):
         on = ", ".join(sorted({f"{of}: {e.get('split')}" for of, _, _, e in results}))
         lines += ["", f"The results above were measured in training ({on}); `python -m vit_jax.main"

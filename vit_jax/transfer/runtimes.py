@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.packages import need_package
 from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
@@ -75,12 +75,15 @@ def export_program(
 
     runtime, program = RUNTIMES[format], _make_program(pretrained, format, choice)
     spec = pretrained.spec.at(program.shape[:2])
-    if choice.calibration is not None:
-        paths = find_images([choice.calibration])
+    folders = {"pictures": choice.pictures, "calibration": choice.calibration}
+    faults = Faults()
+    found = {key: faults.check_in(f"{key}: ", find_images, [folder])
+             for key, folder in folders.items() if folder is not None}  # fmt: skip
+    collect_faults(faults)
+    if paths := found.get("calibration"):
         samples = _batches(paths[:: -(-len(paths) // _CALIBRATED)], spec, choice)
         program = program._replace(samples=np.concatenate([*samples]))
-    given = choice.pictures is not None
-    pictures = find_images([choice.pictures]) if given else list(sample_pictures())
+    pictures = found.get("pictures") or list(sample_pictures())
     labels, num_classes = None, pretrained.model.num_classes
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
