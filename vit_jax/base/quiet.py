@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet(*names: str) -> Iterator[None]:
-    """Log only critical messages of the loggers with these names."""
+def quiet(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
+    """Log no message under the level `below` of the loggers with these names."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+        logger.setLevel(below)
     try:
         yield
     finally:

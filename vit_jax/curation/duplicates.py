@@ -24,7 +24,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.files import open_for_append
 from vit_jax.config.sections import Data
 from vit_jax.curation.looks import look_at, small_pictures
-from vit_jax.curation.shards import READING, open_split
+from vit_jax.curation.shards import DECODED_BY, open_split
 from vit_jax.data.contract import Source, fingerprint
 from vit_jax.data.order import spread
 from vit_jax.insight.pages import Section
@@ -56,7 +56,7 @@ def parts_of(folder: epath.Path, sets: Sequence[tuple[Data, Source]]) -> list[Pa
     """All parts of the sets, one after the other."""
     found, offset = list[Part](), 0
     for data, source in sets:
-        how = [getattr(data, key) for key in READING]
+        how = [getattr(data, key) for key in DECODED_BY]
         name = fingerprint("hashes", source.fingerprint, how)
         for first in range(0, source.num_examples, _PART):
             path = folder / FOLDER / f"{name}-{first:010}"

@@ -34,8 +34,8 @@ from vit_jax.config.sections import Data
 from vit_jax.curation.formats import Facts, find_format
 from vit_jax.curation.pictures import Rule, read_pictures
 from vit_jax.curation.shards import (
+    DECODED_BY,
     FOLDER,
-    READING,
     Plan,
     Shard,
     Tally,
@@ -57,7 +57,7 @@ _LIBRARIES = ("array_record", "numpy", "pillow", "pyarrow", "tensorflow", "tenso
 _SAID_S = 10.0  # between two lines of progress
 _ORPHAN_S = 1.0
 _STALE_S = 3600.0  # age of temporary files that nobody writes any more
-_PIXEL_KEYS = (*READING, "image_size", "own")
+_PIXEL_KEYS = (*DECODED_BY, "image_size", "own")
 
 # Calls a function with each item, here or elsewhere: (function, items, progress). The function
 # gives {"records": number, "broken": [...], ...}; only the numbers come back.
@@ -150,7 +150,7 @@ def _finish(
         raise InputError(f"{plan.data.name} {split}: no picture can be read: {reasons}")
     splits = {split: (lengths[split], tally.image_bytes) for split, tally in tallies.items()}
     find_format(plan.format).describe(plan.folder, facts, splits)
-    settings = {key: getattr(plan.data, key) for key in READING}
+    settings = {key: getattr(plan.data, key) for key in DECODED_BY}
     read_by = {k: v for k, v in settings.items() if v != getattr(Data, k)}
     read_by = {**reading_of(plan.folder, plan.format), **read_by}
     manifest = {

@@ -36,7 +36,7 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.order import record_order
 
 FOLDER = ".prepared"
-READING = ("channels", "decoding", "exif", "pixel_range")  # keys of `data`, how files are decoded
+DECODED_BY = ("channels", "decoding", "exif", "pixel_range")  # keys of `data`
 _BLOCK = 1 << 22  # bytes
 _SYNTHETIC = (224, 224)  # the size of synthetic images, unless data.image_size gives it
 
@@ -122,7 +122,7 @@ def open_split(
         divider=divider or data.Divider(anew=True),
         multi_label=d.multi_label or None,
         captions=captions,
-        **{key: getattr(d, key) for key in READING},
+        **{key: getattr(d, key) for key in DECODED_BY},
     )
 
 

@@ -106,6 +106,8 @@ def export(
                 files = writer.write(staged, pretrained, **how)
                 back = _read_back(staged, pretrained, side, writer)
         except RuntimeError as e:
+            if type(e) is not RuntimeError:  # not the comparison's
+                raise
             raise RuntimeError(f"--output={output}: {e}") from e
         if back[f"largest_{GIVES[chosen.gives]}"] == 0:
             logger.warning(_ZEROS, output)
@@ -199,7 +201,7 @@ def _read_back(
     shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
     expected = np.asarray(_logits(pretrained, side)(images))
-    with quiet("vit_jax"):  # warnings would name the temporary folder
+    with quiet("vit_jax", below=logging.ERROR):  # warnings would name the temporary folder
         found = read_pretrained(staged)
         # Equal parameters are held once.
         found = found._replace(params=share_equal(found.params, pretrained.params))
@@ -274,10 +276,13 @@ def _move(root: epath.Path, output: epath.Path, names: list[str], inside: bool) 
     if inside and not is_object(output):
         root.rename(output)
         return
-    target, move = output if inside else output.parent, "copy" if is_object(output) else "rename"
+    target = output if inside else output.parent
     try:
         for name in names:
-            getattr(root / name, move)(target / name)
+            if is_object(output):
+                (root / name).copy(target / name)
+            else:
+                (root / name).rename(target / name)
     except BaseException:
         with contextlib.suppress(OSError):
             for name in names:

@@ -128,7 +128,7 @@ def _check(repository: str, format: str, revision: str | None, pull_request: boo
     said = f"--format={format}: push sends a folder; give {' or '.join(folders)}"
     faults.need(format in folders, said)
     said = f"--revision={revision}: a pull request has a branch of its own; leave out --revision"
-    faults.need(not (pull_request and revision), said)
+    faults.need(not pull_request or revision is None, said)
     collect_faults(faults)
 
 
