@@ -26,8 +26,8 @@ WORDS = {
     "list": "a list of files and labels, CSV or JSON lines, in place of a folder",
     "multilabel": "a list with several labels for each file",
     "native": "pictures keep their shape, with as many patches as a square would have",
-    "packed": "native, and a row of tokens holds four pictures in training: one with all patches, "
-    "one with half of them, two with a quarter",
+    "packed": "native, and a row of tokens holds four pictures in training: one with up to all "
+    "patches, one with half of them, two with a quarter",
     "debug": "20 steps of a tiny model",
 }
 
@@ -74,6 +74,7 @@ def get_config(arg=""):
         c.data.max_tokens = most = math.prod(
             c.data.image_size // side for side in token_stride(c.model.name)
         )
-        c.data.pack = (most, most // 2, most // 4, most // 4) if "packed" in chosen else None
+        if "packed" in chosen:  # multiples of 8, which TPUs' kernels need not pad
+            c.data.pack = tuple(n - n % 8 or n for n in (most, most // 2, most // 4, most // 4))
         c.data.ops, c.evals.val.ops, c.evals.test.ops = "decode|flip", "decode", "decode"
     return c

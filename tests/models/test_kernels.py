@@ -16,6 +16,7 @@ from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.dropout import drop, most_kept
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
 from vit_jax.models.kernels.rows import Blocks
+from vit_jax.models.packing import attend_apart
 from vit_jax.models.rotary import turn
 
 
@@ -70,11 +71,13 @@ def split(x, num_heads):
     ("tokens", "num_keys", "heads", "width", "tables"),
     [
         (24, 17, 3, 64, 2),  # two groups of an odd number of heads, padding, turns of each image
-        (136, 130, 2, 8, 0),
+        (136, (130, 3), 2, 8, 0),  # each image has a number of keys of its own
         *(
             pytest.param(*sizes, 0, marks=pytest.mark.slow)
             for sizes in (
                 (24, 17, 3, 64),
+                (24, (24, 7), 3, 64),
+                (136, 130, 2, 8),
                 (16, 13, 2, 88),
                 (16, 9, 4, 64),
                 (16, 16, 2, 72),
@@ -92,22 +95,52 @@ def test_short_attention(tokens, num_keys, heads, width, tables):
     turns_BKN = np.swapaxes(turns, 1, 2) if tables else None
     qkv = tuple(normal(2, tokens, heads * width, seed=i) for i in range(3))
     biases = tuple(normal(heads * width, seed=i) for i in range(3, 6))
-    grad = normal(2, tokens, heads * width, seed=6)
-    grad[:, num_keys:] = 0  # nothing flows into padding
+    counts = np.arange(tokens)[None, :, None] < np.broadcast_to(num_keys, 2)[:, None, None]
+    grad = normal(2, tokens, heads * width, seed=6) * counts  # nothing flows into padding
+    of_all, num_keys_B = num_keys, None
+    if isinstance(num_keys, tuple):
+        of_all, num_keys_B = tokens, jnp.asarray(num_keys, jnp.int32)
 
     def ours(qkv, biases):
-        sizes = short_attention.Sizes(heads, num_keys)
-        out = short_attention.attention(qkv, biases, turns_BKN, sizes)
-        return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
+        sizes = short_attention.Sizes(heads, of_all)
+        out = short_attention.attention(qkv, biases, turns_BKN, num_keys_B, sizes)
+        return jnp.where(counts, out, 0)
 
     def exact(qkv, biases):
         q, k, v = (split(add_bias_plainly(x, b), heads) for x, b in zip(qkv, biases, strict=True))
         if tables:
             q, k = turn(q, turns), turn(k, turns)
-        out = plain_attention(q, k[:, :num_keys], v[:, :num_keys])
-        out = out.reshape(2, tokens, heads * width)
-        return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
+        out = plain_attention(q, k[:, :of_all], v[:, :of_all], num_keys_B=num_keys_B)
+        return jnp.where(counts, out.reshape(2, tokens, heads * width), 0)
 
+    assert_same_vjp(ours, exact, (qkv, biases), grad, tolerance=1e-5)
+
+
+def test_short_attention_of_several_pictures_in_a_row():
+    """As the pictures apart, with turns, over a tail of padding."""
+    parts, num_keys, tokens = ((2, 8), (1, 16)), jnp.asarray([8, 3, 13, 1, 5, 16]), 40
+    angles = np.random.default_rng(7).uniform(0, 6, (2, tokens, 32))
+    turns = jnp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=2), jnp.float32)
+    qkv = tuple(normal(2, tokens, 128, seed=i) for i in range(3))
+    biases = tuple(normal(128, seed=i) for i in range(3, 6))
+    places = np.concatenate([np.arange(n) for m, n in parts for _ in range(m)])
+    numbers = np.repeat(np.asarray(num_keys).reshape(2, 3), [8, 8, 16], axis=1)
+    counts = np.pad(places < numbers, ((0, 0), (0, 8)))[..., None]
+
+    def ours(qkv, biases):
+        sizes = short_attention.Sizes(2, tokens, parts)
+        turns_BKN = jnp.swapaxes(turns, 1, 2)
+        out = short_attention.attention(qkv, biases, turns_BKN, num_keys, sizes)
+        return jnp.where(counts, out, 0)
+
+    def exact(qkv, biases):
+        q, k, v = (split(add_bias_plainly(x, b), 2) for x, b in zip(qkv, biases, strict=True))
+        given = turn(q, turns), turn(k, turns), v
+        attend = lambda *args: plain_attention(*args[:3], num_keys_B=args[3])  # noqa: E731
+        out = attend_apart(attend, parts, given, num_keys)
+        return jnp.where(counts, out.reshape(2, tokens, 128), 0)
+
+    grad = normal(2, tokens, 128, seed=6) * counts
     assert_same_vjp(ours, exact, (qkv, biases), grad, tolerance=1e-5)
 
 
@@ -123,7 +156,7 @@ def test_padding_of_short_attention_is_finite_and_gets_no_gradient():
     biases = (jnp.zeros(64),) * 3
 
     def attend(qkv):
-        return short_attention.attention(qkv, biases, None, short_attention.Sizes(1, 9))
+        return short_attention.attention(qkv, biases, None, None, short_attention.Sizes(1, 9))
 
     out, vjp = jax.vjp(attend, qkv)
     assert np.isfinite(out).all()
@@ -143,7 +176,7 @@ def test_short_attention_in_bfloat16_is_nearer_than_the_plain_form():
         return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
 
     def ours(*qkv):
-        return short_attention.attention(qkv, biases, None, short_attention.Sizes(2, 64))
+        return short_attention.attention(qkv, biases, None, None, short_attention.Sizes(2, 64))
 
     def plain(*qkv):
         return plain_attention(*(split(x, 2) for x in qkv)).reshape(1, 64, 128)
@@ -152,21 +185,23 @@ def test_short_attention_in_bfloat16_is_nearer_than_the_plain_form():
         assert kernel < max(by_xla, 0.004)
 
 
-@pytest.mark.parametrize("width", [80, pytest.param(64, marks=pytest.mark.slow)])
-def test_long_attention(width):
-    tokens, num_keys = 136, 131
+@pytest.mark.parametrize(
+    ("width", "num_keys"), [(80, (131,)), pytest.param(64, 131, marks=pytest.mark.slow)]
+)
+def test_long_attention(width, num_keys):
+    """The interpreter takes one image only."""
+    tokens = 136
+    given = num_keys if isinstance(num_keys, int) else jnp.asarray(num_keys, jnp.int32)
     qkv = tuple(normal(1, tokens, 1, width, seed=i) for i in range(3))
-    grad = normal(1, tokens, 1, width, seed=3)
-    grad[:, num_keys:] = 0
-
-    def masked(out):
-        return jnp.where(np.arange(tokens)[None, :, None, None] < num_keys, out, 0)
+    counts = np.arange(tokens)[None, :, None, None] < np.max(num_keys)
+    grad = normal(1, tokens, 1, width, seed=3) * counts
 
     def ours(*qkv):
-        return masked(long_attention.attention(*qkv, num_keys))
+        return jnp.where(counts, long_attention.attention(*qkv, given), 0)
 
-    def exact(q, k, v):
-        return masked(plain_attention(q, k[:, :num_keys], v[:, :num_keys]))
+    def exact(*qkv):
+        num_keys_B = jnp.broadcast_to(given, 1)
+        return jnp.where(counts, plain_attention(*qkv, num_keys_B=num_keys_B), 0)
 
     assert_same_vjp(ours, exact, qkv, grad, tolerance=5e-6)
 

@@ -12,6 +12,7 @@ from vit_jax.devices.kernels import tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.dot_product import dot_product_attention, plain_attention
 from vit_jax.models.patches import count_kept_of, draw_among, extract_patches
+from vit_jax.planning.kernel_cycles import has_kernel
 from vit_jax.transfer.resample import resample_grid
 
 GRIDS, MOST, PATCH = ((2, 5), (3, 3), (1, 1)), 11, 4
@@ -138,12 +139,13 @@ def test_what_needs_one_size_says_so():
         model.apply(variables, pictures._replace(patches=pictures.patches[..., :1]))
 
 
-@pytest.mark.parametrize("form", ["attention", "rows"])
-def test_forms_with_kernels_count_the_same_keys(form):
-    """TPUs' kernels know one number of keys, so pictures take the plain attention there."""
+@pytest.mark.parametrize("form", ["attention", pytest.param("rows", marks=pytest.mark.slow)])
+def test_forms_with_kernels_count_the_same_keys(form, interpreted_kernels):
     model, variables = make(pool="gap", max_tokens=MOST)
     with jax.set_mesh(make_mesh(replica=1, data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1])):
-        forms = tpu_forms(model, jax.sharding.get_mesh())
-        found = model.clone(ops=forms[form]).apply(variables, as_pictures(make_images()))
+        ops = tpu_forms(model, jax.sharding.get_mesh())[form]
+        program = jax.jit(model.clone(ops=ops).apply).trace(variables, as_pictures(make_images()))
+        assert has_kernel(program.jaxpr.jaxpr, "short_attention_forward")
+        found = program.lower().compile()(variables, as_pictures(make_images()))
     expected = model.apply(variables, as_pictures(make_images()))
     np.testing.assert_allclose(found, expected, atol=2e-5)

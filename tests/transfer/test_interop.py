@@ -269,7 +269,7 @@ def test_transformers_opens_a_siglip_2(golden, tmp_path):
     with np.load(golden / "hf_siglip2/io.npz") as io, torch.no_grad():
         names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
         found = theirs(**{name: torch.from_numpy(io[name]) for name in names})
-        assert_close(found.pooler_output.numpy(), io["features"])
+        assert_close(found.pooler_output.numpy(), io["features"], 2e-5)
     processor = transformers.Siglip2ImageProcessor.from_pretrained(tmp_path / "out")
     assert (processor.patch_size, processor.max_num_patches) == (16, 18)
 
@@ -288,7 +288,7 @@ def test_timm_takes_a_naflexvit(golden, tmp_path, name):
     with np.load(golden / f"{name}.io.npz") as io, torch.no_grad():
         names = ("patches", "patch_coord", "patch_valid")
         found = theirs.eval()({key: torch.from_numpy(io[key]) for key in names})
-        assert_close(found.numpy(), io["logits"])
+        assert_close(found.numpy(), io["logits"], 2e-5)
 
 
 def test_timm_takes_an_efficientnet_and_gives_one(tmp_path):

@@ -34,6 +34,7 @@ from vit_jax.models.dot_product import choose_attention
 from vit_jax.models.fast_block import FastBlock
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
 from vit_jax.models.layers import EncoderBlock
+from vit_jax.models.packing import Parts, attend_apart
 from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
@@ -197,27 +198,33 @@ def _tpu_attention(
     biases: tuple[jax.Array | None, ...],
     turns: jax.Array | None,
     num_keys: int | jax.Array | None,
+    parts: Parts = (),
     *,
     mesh: Mesh,
 ) -> jax.Array:
     """`block_ops.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
     _, tokens, *head = qkv[0].shape
-    if isinstance(num_keys, jax.Array):  # the kernels take one number for all images
-        _say_plain_once("images have different numbers of tokens")
-        plain = choose_attention("tpu")
-        return plain(*_plain_qkv(qkv, biases, turns), num_keys_B=num_keys)
+    if parts and tokens > SHORT:
+        kernel = partial(_tpu_attention, mesh=mesh)
+        return _attend_apart(kernel, qkv, biases, turns, num_keys, parts)
     num_keys = tokens if num_keys is None else num_keys
+    numbers = (num_keys,) if isinstance(num_keys, jax.Array) else ()
+    of_all = tokens if numbers else num_keys
     if tokens <= SHORT:
         biases = tuple(jnp.zeros(head) if bias is None else bias for bias in biases)
-        attend = _on_devices(partial(_short_attention, num_keys=num_keys), mesh)
-        return attend(qkv, biases, () if turns is None else (turns,))
-    q_BNHK, k_BMHK, v_BMHK = _plain_qkv(qkv, biases, turns)
+        attend = _on_devices(partial(_short_attention, num_keys=of_all, parts=parts), mesh)
+        return attend(qkv, biases, () if turns is None else (turns,), numbers)
+    q_BNHK, *keys_values = _plain_qkv(qkv, biases, turns)
     if tokens < LONG:  # images of a size that was not known before
         _say_plain_once(f"{tokens} tokens lie between {SHORT} and {LONG}")
-        keys_values = (x_BMHK[:, :num_keys] for x_BMHK in (k_BMHK, v_BMHK))
-        return choose_attention("tpu")(q_BNHK, *keys_values)
-    attend = _on_devices(lambda qkv: long_attention.attention(*qkv, num_keys), mesh)
-    return attend((q_BNHK, k_BMHK, v_BMHK))
+        keys_values = [x_BMHK[:, :of_all] for x_BMHK in keys_values]
+        num_keys_B = numbers[0] if numbers else None
+        return choose_attention("tpu")(q_BNHK, *keys_values, num_keys_B=num_keys_B)
+
+    def attend_long(qkv: tuple[jax.Array, ...], _: tuple[()], numbers: tuple[Any, ...]) -> Any:
+        return long_attention.attention(*qkv, numbers[0] if numbers else of_all)
+
+    return _on_devices(attend_long, mesh)((q_BNHK, *keys_values), (), numbers)
 
 
 def _cudnn_attention(
@@ -225,6 +232,7 @@ def _cudnn_attention(
     biases: tuple[jax.Array | None, ...],
     turns: jax.Array | None,
     num_keys: int | jax.Array | None,
+    parts: Parts = (),
     *,
     mesh: Mesh,
 ) -> jax.Array:
@@ -232,6 +240,9 @@ def _cudnn_attention(
 
     Queries of padding attend to the tokens that count, so that their outputs are finite.
     """
+    if parts:
+        kernel = partial(_cudnn_attention, mesh=mesh)
+        return _attend_apart(kernel, qkv, biases, turns, num_keys, parts)
 
     def attend(qkv: tuple[jax.Array, ...], _: tuple[()], lengths: tuple[jax.Array, ...]) -> Any:
         q_BNHK, k_BMHK, v_BMHK = qkv
@@ -247,6 +258,23 @@ def _cudnn_attention(
 
     lengths = (num_keys,) if isinstance(num_keys, jax.Array) else ()
     return _on_devices(attend, mesh)(_plain_qkv(qkv, biases, turns), (), lengths)
+
+
+def _attend_apart(
+    kernel: Callable[..., jax.Array],
+    qkv: tuple[jax.Array, ...],
+    biases: tuple[jax.Array | None, ...],
+    turns: jax.Array | None,
+    num_keys: int | jax.Array | None,
+    parts: Parts,
+) -> jax.Array:
+    """The pictures of rows, cut apart, by a kernel without `parts`."""
+
+    def attend(*arrays: Any) -> jax.Array:
+        *qkv, turns, num_keys = arrays
+        return kernel(tuple(qkv), biases, turns, num_keys)
+
+    return attend_apart(attend, parts, (*qkv, turns), num_keys)
 
 
 def _plain_qkv(
@@ -265,7 +293,7 @@ def _plain_qkv(
 def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     """`attend` on every device's images and heads.
 
-    It takes arrays (B, N, H, K), then of the heads (H, K), then of the images (B or 1, N, K).
+    It takes arrays (B, N, H, K), then of the heads (H, K), then of the images (B or 1, ...).
     Where each device computes its own rows already (`experiment.exchange`), it is `attend`.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -273,8 +301,8 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
 
     def on_all(*args: tuple[jax.Array, ...]) -> jax.Array:
-        of_images = [P(BATCH_AXES if x.shape[0] > 1 else None) for x in sum(args[2:], ())]
-        specs = (images, heads, tuple(of_images))[: len(args)]
+        more = (tuple(P(BATCH_AXES if len(x) > 1 else None) for x in arg) for arg in args[2:])
+        specs = (images, heads, *more)
         share = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=images, check_vma=False)
         return share(*args)
 
@@ -355,15 +383,19 @@ def _short_attention(
     qkv: tuple[jax.Array, ...],
     biases: tuple[jax.Array, ...],
     turns: tuple[jax.Array, ...],
+    numbers: tuple[jax.Array, ...],
     *,
     num_keys: int,
+    parts: Parts,
 ) -> jax.Array:
     B, N, H, K = qkv[0].shape
-    sizes = short_attention.Sizes(H, num_keys)
+    sizes = short_attention.Sizes(H, num_keys, parts)
     qkv = tuple(x.reshape(B, N, H * K) for x in qkv)
     biases = tuple(b.reshape(H * K) for b in biases)
     turns_BKN = jnp.swapaxes(turns[0], 1, 2) if turns else None
-    return short_attention.attention(qkv, biases, turns_BKN, sizes).reshape(B, N, H, K)
+    num_keys_B = numbers[0] if numbers else None
+    out_BNW = short_attention.attention(qkv, biases, turns_BKN, num_keys_B, sizes)
+    return out_BNW.reshape(B, N, H, K)
 
 
 def draw_bytes_by_device(

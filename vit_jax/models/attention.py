@@ -186,15 +186,9 @@ class KernelAttention(Attention):
         num_keys_B: jax.Array | None,
     ) -> jax.Array:
         assert self.ops.attention_kernel is not None
-        kernel = self.ops.attention_kernel
-
-        def attend(*arrays: Any) -> jax.Array:
-            *qkv, turns, num_keys = arrays
-            return kernel(tuple(qkv), biases, turns, num_keys)
-
         num_keys = self.num_keys if num_keys_B is None else num_keys_B
-        arrays, multiple = (*qkv, turns), self.ops.token_multiple
-        out_BNHK = attend_apart(attend, self.parts, arrays, num_keys, multiple)
+        more = (self.parts,) if self.parts else ()
+        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, num_keys, *more)
         out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return self._project_out(out_BND, scale_D)
 

@@ -24,10 +24,11 @@ Repeat = Callable[[jax.Array, int, Any], jax.Array]
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
-# kernel(qkv, biases, turns, num_keys) -> (B, N, H, K): attention without dropout of three arrays
-# (B, N, H, K) plus their biases (H, K), and each bias may be None; `turns` (B or 1, N, K), unless
-# None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys, an int
-# or int32 (B,) by image; the others are padding; None: all are keys.
+# kernel(qkv, biases, turns, num_keys[, parts]) -> (B, N, H, K): attention without dropout of three
+# arrays (B, N, H, K) plus their biases (H, K), and each bias may be None; `turns` (B or 1, N, K),
+# unless None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys,
+# an int or int32 (B,) by image; the others are padding; None: all are keys. With `parts` each row
+# holds several pictures, see `packing`, and `num_keys` is of each picture.
 AttentionKernel = Callable[..., jax.Array]
 
 

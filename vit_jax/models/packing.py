@@ -64,7 +64,6 @@ def attend_apart(
     parts: Parts,
     arrays: Sequence[jax.Array | None],
     num_keys: int | jax.Array | None,
-    multiple: int = 1,
 ) -> jax.Array:
     """Attention within each picture of the rows (R, T, ...); without `parts` within each row.
 
@@ -72,16 +71,13 @@ def attend_apart(
       attend: attend(*arrays, num_keys) -> (B, N, ...), of pictures with N tokens, padding included.
       arrays: queries, keys, values, and what else belongs to tokens, each (R, T, ...) or None.
       num_keys: of `attend`; with `parts` int32 (B,), how many first tokens of a picture count.
-      multiple: `attend` takes tokens padded to a multiple of it.
     """
     if not parts:
         return attend(*arrays, num_keys)
     assert arrays[0] is not None
     assert isinstance(num_keys, jax.Array)
     cut = [[None] * len(parts) if x is None else cut_rows(x, parts) for x in arrays]
-    outs = []
-    for (_, n), keys_B, *own in zip(parts, cut_pictures(num_keys, parts), *cut, strict=True):
-        padded = [x if x is None else pad_tokens(x, n + -n % multiple) for x in own]
-        outs.append(attend(*padded, keys_B)[:, :n])
+    of_parts = zip(cut_pictures(num_keys, parts), *cut, strict=True)
+    outs = [attend(*own, keys_B) for keys_B, *own in of_parts]
     rows, total = arrays[0].shape[:2]
     return pad_tokens(join_rows(outs, rows), total)

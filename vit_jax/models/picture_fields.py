@@ -93,7 +93,8 @@ class PictureFields:
         for (_, most), patches, grid in zip(sizes, *groups, strict=True):
             x_BND, more, counts_B = self._embed_all(Pictures(patches[:, :most], grid), train=True)
             given = {"keep": None, "image_size": model.image_size, "counts_B": None} | more
-            begun.append(model.place_all(x_BND, **given, train=True))
+            x_BND, context = model.place_all(x_BND, **given, train=True)
+            begun.append(_pad_to_multiple(x_BND, context, model.ops.token_multiple))
             counts.append(counts_B)
         xs, contexts = zip(*begun, strict=True)
         parts = tuple((number, x.shape[1]) for (number, _), x in zip(sizes, xs, strict=True))
@@ -130,3 +131,12 @@ class PictureFields:
         if found != needed:
             raise InputError(f"pictures in patches of {found}: this model needs {needed}")
         return rearrange(pictures.patches, "b n p q c -> b n (p q c)")
+
+
+def _pad_to_multiple(
+    x_BND: jax.Array, context: Context, multiple: int
+) -> tuple[jax.Array, Context]:
+    """Tokens, and what their context has for tokens, of a length that attention kernels take."""
+    total = x_BND.shape[1] + -x_BND.shape[1] % multiple
+    positions, turns = (None if x is None else pad_tokens(x, total) for x in context[:2])
+    return pad_tokens(x_BND, total), context._replace(positions=positions, turns=turns)

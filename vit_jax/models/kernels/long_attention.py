@@ -11,14 +11,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 _BLOCKS = (512, 384, 256, 128)  # tokens; the largest that divides the padded number of them
 
 
-def attention(q_BNHK: jax.Array, k_BNHK: jax.Array, v_BNHK: jax.Array, num_keys: int) -> jax.Array:
+def attention(
+    q_BNHK: jax.Array, k_BNHK: jax.Array, v_BNHK: jax.Array, num_keys: int | jax.Array
+) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v, head by head.
 
     Tokens are padded to a multiple of 128, and no token attends to padding.
 
     Args:
       q_BNHK, k_BNHK, v_BNHK: queries, keys and values of the same tokens; 8 divides K.
-      num_keys: the tokens that count, the first of N; the others are padding.
+      num_keys: the tokens that count, the first of N, an int or int32 (B,) by image; the others
+        are padding.
 
     Returns:
       (B, N, H, K) in the dtype of the values; rows of padding are finite.
@@ -43,7 +46,9 @@ def attention(q_BNHK: jax.Array, k_BNHK: jax.Array, v_BNHK: jax.Array, num_keys:
         for x in (q_BNHK * K**-0.5, k_BNHK, v_BNHK)
     )
     # Padding attends to padding, so that no row is without keys.
-    segment_N = (jnp.arange(N + padding) < num_keys).astype(jnp.int32)
-    segments = splash.SegmentIds(segment_N, segment_N)
-    out_BHNK = jax.vmap(kernel, in_axes=(0, 0, 0, None))(q_BHNK, k_BHNK, v_BHNK, segments)
+    place_N = jnp.arange(N + padding)
+    counts = place_N < num_keys if isinstance(num_keys, int) else place_N[None] < num_keys[:, None]
+    segments = splash.SegmentIds(*[counts.astype(jnp.int32)] * 2)
+    axes = 0, 0, 0, None if isinstance(num_keys, int) else 0
+    out_BHNK = jax.vmap(kernel, in_axes=axes)(q_BHNK, k_BHNK, v_BHNK, segments)
     return jnp.swapaxes(out_BHNK, 1, 2)[:, :N]
