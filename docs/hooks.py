@@ -347,6 +347,15 @@ def shuffling_runs() -> str:
     return _table(("order", "seeds", "top-1, %"), found)
 
 
+def native_or_square() -> str:
+    """A row for each task and form of docs/explanation/native_or_square.csv."""
+    rows, found = _rows("docs/explanation/native_or_square.csv"), []
+    for kind in dict.fromkeys((row["task"], row["form"]) for row in rows):
+        runs = [row for row in rows if (row["task"], row["form"]) == kind]
+        found.append((*kind, ", ".join(row["seed"] for row in runs), mean_of(runs, "top1")))
+    return _table(("class", "form", "seeds", "top-1, %"), found)
+
+
 def exports() -> str:
     """A row for each model of docs/how_to/exports.csv, with a cell for each format."""
     read = _rows("docs/how_to/exports.csv")
@@ -446,8 +455,8 @@ def certificates() -> str:
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers,
-    many_records, metrics, notebook, picture_costs, planted_by_features, planted_duplicates,
-    recipe_costs, shuffling, shuffling_runs, words_cifar10,
+    many_records, metrics, native_or_square, notebook, picture_costs, planted_by_features,
+    planted_duplicates, recipe_costs, shuffling, shuffling_runs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 
