@@ -148,6 +148,15 @@ def shuffling_runs() -> str:
     return table(("order", "seeds", "top-1, %"), found)
 
 
+def native_or_square() -> str:
+    """A row for each task and form of docs/explanation/native_or_square.csv."""
+    rows, found = rows_of("docs/explanation/native_or_square.csv"), []
+    for kind in dict.fromkeys((row["task"], row["form"]) for row in rows):
+        runs = [row for row in rows if (row["task"], row["form"]) == kind]
+        found.append((*kind, ", ".join(row["seed"] for row in runs), mean_of(runs, "top1")))
+    return table(("class", "form", "seeds", "top-1, %"), found)
+
+
 def curated_cifar10() -> str:
     """A row for each kind of run of docs/explanation/curated_cifar10.csv."""
     rows, found = rows_of("docs/explanation/curated_cifar10.csv"), []
@@ -177,7 +186,7 @@ def exports() -> str:
 
 
 ALL = (
-    cifar10_fast, curated_cifar10, exports, goodput, many_records, picture_costs,
-    planted_by_features, planted_duplicates, prepare_costs, shuffling, shuffling_runs,
-    words_cifar10,
+    cifar10_fast, curated_cifar10, exports, goodput, many_records, native_or_square,
+    picture_costs, planted_by_features, planted_duplicates, prepare_costs, shuffling,
+    shuffling_runs, words_cifar10,
 )  # fmt: skip

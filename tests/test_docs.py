@@ -216,9 +216,9 @@ def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
     tables = [page for page in PAGES if "<!-- end of " in page.read_text()]
     assert [page.name for page in tables] == [
         "does_it_learn.md", "large_sets.md", "recipe_costs.md", "curate.md", "deploy.md",
-        "duplicates.md", "prepare.md", "trust.md", "commands.md", "config.md", "configs.md",
-        "evaluators.md", "launchers.md", "measured.md", "ops.md", "other_libraries.md",
-        "notebook.md",
+        "duplicates.md", "prepare.md", "training.md", "trust.md", "commands.md", "config.md",
+        "configs.md", "evaluators.md", "launchers.md", "measured.md", "ops.md",
+        "other_libraries.md", "notebook.md",
     ]  # fmt: skip
     for page in tables:
         text = page.read_text()
