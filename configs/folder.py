@@ -74,7 +74,8 @@ def get_config(arg=""):
         c.data.max_tokens = most = math.prod(
             c.data.image_size // side for side in token_stride(c.model.name)
         )
-        if "packed" in chosen:  # multiples of 8, which TPUs' kernels need not pad
-            c.data.pack = tuple(n - n % 8 or n for n in (most, most // 2, most // 4, most // 4))
+        if "packed" in chosen:  # larger ones are multiples of 8, which TPUs' kernels need not pad
+            numbers = (most, most // 2, most // 4, most // 4)
+            c.data.pack = tuple(n - n % 8 if n > 32 else n for n in numbers)
         c.data.ops, c.evals.val.ops, c.evals.test.ops = "decode|flip", "decode", "decode"
     return c

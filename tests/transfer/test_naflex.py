@@ -14,7 +14,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.pictures import Pictures
 from vit_jax.base.tree import flatten_names
 from vit_jax.data.native import PatchRule
-from vit_jax.transfer import load_pretrained, read_pretrained
+from vit_jax.transfer import huggingface, load_pretrained, read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec, preparation
 
@@ -198,3 +198,9 @@ def test_pixels_of_patches_are_read_as_transformers_does(siglip_2):
     assert source.model.max_tokens == 256
     assert (spec.mean, spec.std) == ((0.0,) * 3, (pytest.approx(0.2),) * 3)
     assert (spec.exif, spec.pixel_range) == (False, (0, 4095))
+
+
+@pytest.mark.parametrize("pool", ["token", "gap"])
+def test_no_other_format_of_transformers_takes_pictures_in_their_own_shape(pool):
+    model = create_model("ViT-mu/4", None, (16, 16), pool=pool, max_tokens=16)
+    assert any("needs 'map'" in reason for reason in huggingface.check(model))

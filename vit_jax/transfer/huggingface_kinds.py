@@ -198,11 +198,12 @@ def find_kind(source: Source) -> tuple[str, str] | None:
 
 
 def find_name(model: nn.Module) -> str:
-    """The key of KINDS of the tower that `model` is; vit or deit also where none can hold it."""
+    """The key of KINDS of the tower that `model` is; also where none can hold it."""
     if type(model) is not ViT:
         return "deit" if isinstance(model, DeiT) else "vit"
-    name = "siglip_vision_model" if model.max_tokens is None else "siglip2_vision_model"
-    name = "clip_vision_model" if model.pre_norm else name
+    if model.max_tokens is not None:
+        return "siglip2_vision_model"  # the others take images of one size
+    name = "clip_vision_model" if model.pre_norm else "siglip_vision_model"
     if model.layer_scale and model.rotary == "normalised":
         name = "dinov3_vit"
     elif model.layer_scale and find_ratio(model):

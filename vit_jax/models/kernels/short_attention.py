@@ -375,7 +375,7 @@ def _backward_kernel(
                 grad_NL = jnp.concatenate(group[i]).T
                 ref[head.tokens, head.lanes] = grad_NL.astype(dtype)
                 grad_1L, of_bias = grad_NL.sum(0, keepdims=True), (slice(i, i + 1), head.lanes)
-                biases_ref[of_bias] = grad_1L + (biases_ref[of_bias] if head.picture else 0)
+                biases_ref[of_bias] = grad_1L + biases_ref[of_bias] if head.picture else grad_1L
             group = ([], [], [])
     _clear_tail(of_qkv, heads)
 
