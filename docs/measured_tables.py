@@ -15,6 +15,7 @@ def cell(text: str) -> str:
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return "\n".join([*lines, *("| " + " | ".join(map(cell, row)) + " |" for row in rows)])
 
@@ -25,22 +26,33 @@ def rows_of(path: str) -> list[dict]:
         return [*csv.DictReader(file)]
 
 
+def runs_of(path: str, *columns: str) -> dict[tuple[str, ...], list[dict]]:
+    """{values of `columns`: the rows of a CSV file with them}, in the order of the file."""
+    found: dict[tuple[str, ...], list[dict]] = {}
+    for row in rows_of(path):
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return found
+
+
+def seeds_of(runs: list[dict]) -> str:
+    return ", ".join(row["seed"] for row in runs)
+
+
 def goodput() -> str:
     """A row for each kind of run of docs/explanation/goodput.csv: means over its runs."""
-    rows = rows_of("docs/explanation/goodput.csv")
 
     def mean(column: str, form: str) -> str:
         found = [float(row[column]) for row in runs if row[column]]
         return format(statistics.mean(found), form) if found else ""
 
-    lines = []
-    for kind in dict.fromkeys((r["processes"], r["memory"], r["every"]) for r in rows):
-        runs = [row for row in rows if (row["processes"], row["memory"], row["every"]) == kind]
+    path, lines = "docs/explanation/goodput.csv", []
+    for kind, runs in runs_of(path, "processes", "memory", "every").items():
         faults = sum(int(row["faults"]) for row in runs)
         lines.append((*kind, f"{len(runs)}", f"{faults}", mean("goodput", ".0%"),
                       mean("lost_s", ".1f"), mean("to_next_step_s", ".1f")))  # fmt: skip
     heads = ("processes", "copies in memory", "restart times between faults", "runs", "faults",
              "goodput", "seconds lost", "seconds to the next step")  # fmt: skip
+    rows = rows_of(path)
     whole = {row["processes"]: row["bits"] for row in rows if row["every"] == "none"}
     same = sum(row["bits"] == whole[row["processes"]] for row in rows)
     verdict = f"{same} of {len(rows)} runs ended with the bits of the run without faults."
@@ -58,13 +70,9 @@ def mean_of(rows: list[dict], column: str, form: str = ".2f") -> str:
 
 def cifar10_fast() -> str:
     """A row for each kind of run of docs/explanation/cifar10_fast.csv."""
-    rows = rows_of("docs/explanation/cifar10_fast.csv")
-
     lines = []
-    for kind in dict.fromkeys((row["form"], row["run"]) for row in rows):
-        runs = [row for row in rows if (row["form"], row["run"]) == kind]
-        seeds = ", ".join(row["seed"] for row in runs)
-        lines.append((f"`{kind[0]}`", kind[1], seeds, runs[0]["steps"],
+    for (form, run), runs in runs_of("docs/explanation/cifar10_fast.csv", "form", "run").items():
+        lines.append((f"`{form}`", run, seeds_of(runs), runs[0]["steps"],
                       mean_of(runs, "cpu_s", ".0f"), mean_of(runs, "pflop", ".4f"),
                       mean_of(runs, "top1"), mean_of(runs, "top1_flips")))  # fmt: skip
     heads = ("form", "run", "seeds", "steps", "CPU seconds", "PFLOP", "top-1, %", "with flips, %")
@@ -73,18 +81,15 @@ def cifar10_fast() -> str:
 
 def words_cifar10() -> str:
     """A row for each kind of run of docs/explanation/words_cifar10.csv."""
-    rows = rows_of("docs/explanation/words_cifar10.csv")
     lines = []
-    for kind in dict.fromkeys((row["run"], row["steps"]) for row in rows):
-        runs = [row for row in rows if (row["run"], row["steps"]) == kind]
-        seeds = ", ".join(row["seed"] for row in runs)
+    for (run, steps), runs in runs_of("docs/explanation/words_cifar10.csv", "run", "steps").items():
         cells = [mean_of(runs, "cpu_s", ".0f")]
         cells += [mean_of(runs, column) for column in ("test", "pairs", "probe")]
         cells += [
             " / ".join(filter(None, (mean_of(runs, f"{way}_recall{k}", ".0f") for k in (1, 5, 10))))
             for way in ("image_to_text", "text_to_image")
         ]
-        lines.append((kind[0], seeds, kind[1], *cells))
+        lines.append((run, seeds_of(runs), steps, *cells))
     heads = ("run", "seeds", "steps", "CPU seconds", "zero-shot top-1, %", "left-out pairs, %",
              "linear probe, %", "image to text, recall at 1/5/10, %", "text to image")  # fmt: skip
     return table(heads, lines)
@@ -141,30 +146,26 @@ def shuffling() -> str:
 
 def shuffling_runs() -> str:
     """A row for each kind of run of docs/explanation/shuffling_runs.csv."""
-    rows, found = rows_of("docs/explanation/shuffling_runs.csv"), []
-    for kind in dict.fromkeys(row["run"] for row in rows):
-        runs = [row for row in rows if row["run"] == kind]
-        found.append((kind, ", ".join(row["seed"] for row in runs), mean_of(runs, "top1")))
+    kinds = runs_of("docs/explanation/shuffling_runs.csv", "run").items()
+    found = [(*kind, seeds_of(runs), mean_of(runs, "top1")) for kind, runs in kinds]
     return table(("order", "seeds", "top-1, %"), found)
 
 
 def native_or_square() -> str:
     """A row for each task and form of docs/explanation/native_or_square.csv."""
-    rows, found = rows_of("docs/explanation/native_or_square.csv"), []
-    for kind in dict.fromkeys((row["task"], row["form"]) for row in rows):
-        runs = [row for row in rows if (row["task"], row["form"]) == kind]
-        found.append((*kind, ", ".join(row["seed"] for row in runs), mean_of(runs, "top1")))
+    kinds = runs_of("docs/explanation/native_or_square.csv", "task", "form").items()
+    found = [(*kind, seeds_of(runs), mean_of(runs, "top1")) for kind, runs in kinds]
     return table(("class", "form", "seeds", "top-1, %"), found)
 
 
 def curated_cifar10() -> str:
     """A row for each kind of run of docs/explanation/curated_cifar10.csv."""
-    rows, found = rows_of("docs/explanation/curated_cifar10.csv"), []
+    kinds, found = runs_of("docs/explanation/curated_cifar10.csv", "arm"), []
     for arm, said in (("random", "drawn at random"), ("supervised", "`curate`")):
-        runs = [row for row in rows if row["arm"] == arm]
+        runs = kinds[(arm,)]
         counts = [mean_of(runs, column, ".0f") for column in ("largest", "smallest")]
         scores = [mean_of(runs, column) for column in ("classes", "20nn", "probe")]
-        found.append((said, ", ".join(row["seed"] for row in runs), *counts, *scores))
+        found.append((said, seeds_of(runs), *counts, *scores))
     heads = ("2,500 images", "seeds", "largest class", "smallest class", "classes of equal size "
              "with the same entropy", "20-NN, %", "linear probe, %")  # fmt: skip
     return table(heads, found)

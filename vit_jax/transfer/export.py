@@ -95,7 +95,6 @@ def export(
     check_folder(output.parent, "--output")
     check_names(output, "--output")
     _check_free(output, [output])
-    image_size = model.image_size or pretrained.spec.image_size
     with _staging(output) as folder:
         staged = epath.Path(folder) / (output.name or "model")
         try:
@@ -114,16 +113,9 @@ def export(
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
-        if side is not None:
-            of_pair = {**pretrained.params, **side.params}
-            spec = pretrained.spec._replace(loss=side.matcher.loss)
-            pretrained = pretrained._replace(params=of_pair, spec=spec)
-        receipt = _describe_export(pretrained, format, own_dtype, image_size)
-        receipt |= {"text": _fields(side.matcher.text)} if side else {}
-        if writer.precisions:
-            receipt |= {"takes": chosen.takes, "gives": chosen.gives}
-        receipt["read_back"] = back
-        receipt["software"] = software()
+        facts = {"takes": chosen.takes, "gives": chosen.gives} if writer.precisions else {}
+        facts |= {"read_back": back, "software": software()}
+        receipt = _describe_export(pretrained, side, format, own_dtype) | facts
         inside = staged.is_dir()
         root = staged if inside else staged.parent
         receipt["files"] = {name: sha256(root / name) for name in files}
@@ -237,10 +229,18 @@ def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
 
 
 def _describe_export(
-    pretrained: Pretrained, format: str, own_dtype: str, image_size: tuple[int, int] | None
+    pretrained: Pretrained, side: TextSide | None, format: str, own_dtype: str
 ) -> dict[str, Any]:
-    """The receipt's description of the model: its source, weights, preprocessing and classes."""
-    spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
+    """The receipt's description of the model: its source, weights, preprocessing and classes.
+
+    `side`: the text tower of a pair, which is exported with it.
+    """
+    spec, params, text = pretrained.spec, pretrained.params, {}
+    if side is not None:
+        spec, params = spec._replace(loss=side.matcher.loss), {**params, **side.params}
+        text = {"text": _fields(side.matcher.text)}
+    if (image_size := pretrained.model.image_size or spec.image_size) is not None:
+        spec = spec.at(image_size)
     library_ops = FORMATS[format].library_ops
     return {
         "format": format,
@@ -249,8 +249,8 @@ def _describe_export(
         "model": {"family": type(pretrained.model).__name__} | _fields(pretrained.model),
         "computed_in": own_dtype,
         "parameters": {
-            "count": sum(array.size for array in pretrained.params.values()),
-            "sha256": hash_params({**pretrained.params, **pretrained.model_state}),
+            "count": sum(array.size for array in params.values()),
+            "sha256": hash_params({**params, **pretrained.model_state}),
         },
         "preprocessing": {
             "image_size": image_size and list(image_size),
@@ -263,6 +263,7 @@ def _describe_export(
         },
         "loss": spec.loss,
         "class_names": spec.class_names,
+        **text,
     }
 
 
