@@ -2,7 +2,9 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from einops import rearrange
 
 
 class Pictures(NamedTuple):
@@ -36,3 +38,19 @@ class Pictures(NamedTuple):
         """The row and the column of each patch, int32 (B, N); of padding, beyond the last row."""
         numbers, columns = np.arange(self.shape[1])[None], self.grid[:, 1:]
         return numbers // columns, numbers % columns
+
+
+Images = jax.Array | Pictures
+
+
+def cut_out(images: Any) -> list[np.ndarray]:
+    """Each image of arrays on the host alone, (height, width, channels); pictures keep their shape.
+
+    `images`: (B, H, W, channels), or `Pictures`.
+    """
+    if not isinstance(images, Pictures):
+        return [*images]
+    return [
+        rearrange(of_one[: rows * columns], "(r c) p q x -> (r p) (c q) x", r=rows)
+        for of_one, (rows, columns) in zip(images.patches, images.grid.tolist(), strict=True)
+    ]

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.pictures import Pictures
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
-from vit_jax.data.native import Images, mirror
+from vit_jax.data.native import mirror
 from vit_jax.data.ops import PROBABILITY, DeviceOp, Pairs
 
 _FIRST_VIEW = 2**16  # number of the keys of views, beyond the ops' keys

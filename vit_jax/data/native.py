@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from vit_jax.base.pictures import Pictures
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.resizing import resize_as_pillow
-
-Images = jax.Array | Pictures
 
 _LARGEST_SCALE = 100  # at most so many times the pixels of a picture's side
 

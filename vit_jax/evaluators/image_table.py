@@ -4,6 +4,7 @@ Axes: K rows, M columns, H height, W width, C channels.
 """
 
 import io
+from collections.abc import Iterable
 
 import numpy as np
 from einops import rearrange
@@ -26,6 +27,18 @@ def as_table(images_KMHWC: np.ndarray) -> Image.Image:
     return Image.fromarray(table if channels in (3, 4) else table[:, :, 0])
 
 
+def on_canvas(rows: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
+    """K rows of M uint8 images (h, w, C) as (K, M, H, W, C); smaller ones have white around."""
+    rows = [[*row] for row in rows]
+    height, width = np.max([image.shape[:2] for row in rows for image in row], axis=0)
+
+    def pad(image: np.ndarray) -> np.ndarray:
+        free = (0, height - image.shape[0]), (0, width - image.shape[1]), (0, 0)
+        return np.pad(image, free, constant_values=255)
+
+    return np.array([[pad(image) for image in row] for row in rows])
+
+
 class TableWriter:
     """Writes WORKDIR/FOLDER/NAME_STEP.png once a step, of the weights evaluated first."""
 
@@ -38,10 +51,10 @@ class TableWriter:
         is_first, self._step = step != self._step, step
         return is_first and self._folder is not None
 
-    def write(self, images_KMHWC: np.ndarray) -> None:
-        """Write `as_table` of the images, whole or not at all, for the step that began."""
+    def write(self, rows: Iterable[Iterable[np.ndarray]]) -> None:
+        """Write `as_table` of `on_canvas`, whole or not at all, for the step that began."""
         assert self._folder is not None
         content = io.BytesIO()
-        as_table(images_KMHWC).save(content, "png")
+        as_table(on_canvas(rows)).save(content, "png")
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"{self._name}_{self._step:08d}.png", content.getvalue())

@@ -14,11 +14,11 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.base.pictures import Images, cut_out
 from vit_jax.base.tree import Batch, PyTree
 from vit_jax.config.plugins import warn_of_removal
 from vit_jax.config.settings import Settings
 from vit_jax.data import Source, eval_batches, order, to_value_range
-from vit_jax.data.native import Images
 from vit_jax.data.ops import HostOp
 from vit_jax.data.preprocessing import eval_batch
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
@@ -119,12 +119,11 @@ class EvalInputs:
         """{record id: uint8 (H, W, C)} on every process; of images that can be read."""
 
         @functools.partial(jax.jit, out_shardings=self.replicated)
-        def gather(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def gather(batch: Batch) -> tuple[jax.Array, Images, jax.Array]:
             return batch["id"], batch["image"], batch["mask"]
 
-        rows = (
-            zip(*part, strict=True) for part in fetch(map(gather, self.some(split_key, record_ids)))
-        )
+        parts = fetch(map(gather, self.some(split_key, record_ids)))
+        rows = (zip(ids, cut_out(images), mask, strict=True) for ids, images, mask in parts)
         return {int(at): image for part in rows for at, image, mask in part if mask > 0}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.config import POSITIVE, key
 from vit_jax.config.evals import Better
 from vit_jax.config.metric_names import PIXELS
@@ -23,6 +24,7 @@ from vit_jax.evaluators.features import FeatureEvaluator, Features, make_gather
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.own_shapes import squash
 from vit_jax.models.text import unit
 
 logger = logging.getLogger("vit_jax")
@@ -133,8 +135,10 @@ class Knn(FeatureEvaluator):
 class Pixels(nn.Module):
     """A model whose features are the pixels of the image, made at most 16 pixels high and wide."""
 
-    def features(self, images: jax.Array, train: bool) -> jax.Array:
-        """(B, H, W, C) -> (B, D)."""
+    def features(self, images: Images, train: bool) -> jax.Array:
+        """(B, H, W, C), or pictures of any shape, -> (B, D)."""
+        if isinstance(images, Pictures):
+            return squash(images, _SIDE).reshape(images.shape[0], -1)
         rows, height, width, channels = images.shape
         shape = (rows, min(height, _SIDE), min(width, _SIDE), channels)
         return jax.image.resize(images, shape, "linear").reshape(rows, -1)
@@ -159,8 +163,8 @@ def _count_hits(
     return hits
 
 
-def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> np.ndarray:
-    """uint8 (K, M, H, W, C): test images, each followed by its nearest training images."""
+def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> list[list[np.ndarray]]:
+    """K rows of M uint8 images: test images, each followed by its nearest training images."""
     drawn = order.spread(_ROWS, len(test.id_N))
     similarity_KN = unit(test.x_ND[drawn]) @ unit(train.x_ND).T
     id_KM = train.id_N[np.argsort(-similarity_KN, axis=1, kind="stable")[:, :_NEAREST]]
@@ -169,7 +173,7 @@ def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> np.nda
     blank = np.zeros_like(
         next(iter((tests | trained).values()))
     )  # of one that fails to be read now
-    return np.stack([
+    return [
         [tests.get(at, blank), *(trained.get(near, blank) for near in nearest)]
         for at, nearest in zip(test.id_N[drawn], id_KM, strict=True)
-    ])  # fmt: skip
+    ]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images, Pictures, cut_out
 from vit_jax.base.tree import Batch, Params
 from vit_jax.config import FROM_0, SplitEvaluator, key
 from vit_jax.config.evals import Better
@@ -25,8 +26,8 @@ from vit_jax.objectives.patches import Reconstruction, as_pixels
 
 FOLDER = "reconstructions"  # in the workdir
 
-# (params, uint8 images (B, H, W, C), record ids (B,)) -> the loss, and uint8 images.
-Reconstruct = Callable[[Params, jax.Array, jax.Array], Reconstruction]
+# (params, uint8 images (B, H, W, C) or `Pictures`, record ids (B,)) -> the loss, and uint8 images.
+Reconstruct = Callable[[Params, Images, jax.Array], Reconstruction]
 
 
 class ReconstructionLoss(SplitEvaluator):
@@ -35,14 +36,13 @@ class ReconstructionLoss(SplitEvaluator):
     What is hidden depends on an image's record id only, so that the losses of different steps
     compare. During training `num_images` images, spread over the split, are written as
     WORKDIR/reconstructions/NAME_STEP.png, a row for each: what the model sees, its reconstruction,
-    the image. It uses the objective of the run.
+    the image. Pictures in their own shape have white around them. It uses the objective of the run.
     """
 
     num_images: int = key(8, "images to draw, spread over the split", within=FROM_0)
 
     learns_classes = True
     output = "features"
-    takes_pictures = False
     multi_label = None
     shows_worth = False
 
@@ -62,10 +62,9 @@ class ReconstructionLoss(SplitEvaluator):
             return (found.loss_B * batch["mask"]).sum(), batch["mask"].sum()
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
-        def draw(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def draw(params: Params, batch: Batch) -> tuple[tuple[Images, ...], jax.Array]:
             found = reconstruct(params, batch["image"], batch["id"])
-            images = (found.hidden, found.restored, batch["image"])
-            return jnp.stack(images, axis=1), batch["mask"]
+            return (found.hidden, found.restored, batch["image"]), batch["mask"]
 
         def measure(state: TrainState) -> dict[str, float]:
             counts = fetch(compute(state.params, batch) for batch in inputs.batches())
@@ -73,9 +72,14 @@ class ReconstructionLoss(SplitEvaluator):
             need_images(int(seen), "split")
             if table.begin(int(state.step)) and self.num_images > 0:
                 drawn = fetch(draw(state.params, batch) for batch in inputs.spread(self.num_images))
-                images_K3HWC = np.concatenate([images[mask > 0] for images, mask in drawn])
-                if jax.process_index() == 0 and len(images_K3HWC):
-                    table.write(images_K3HWC)
+                rows = [
+                    row
+                    for images, mask in drawn
+                    for *row, weight in zip(*map(cut_out, images), mask, strict=True)
+                    if weight > 0
+                ]
+                if jax.process_index() == 0 and rows:
+                    table.write(rows)
             return {"loss": float(loss / seen), "num_examples": int(seen)}
 
         return measure
@@ -96,13 +100,14 @@ def _reconstruct_of(inputs: EvalInputs) -> Reconstruct:
             "evaluator out, or train with objective.name=mae or masked_patches"
         )
 
-    def of_pixels(params: Params, images: jax.Array, id_B: jax.Array) -> Reconstruction:
+    def pixels_of(images: Images) -> Images:
+        if isinstance(images, Pictures):
+            return images._replace(patches=pixels_of(images.patches))
+        return as_pixels(images, mean, std).astype(jnp.uint8)
+
+    def of_pixels(params: Params, images: Images, id_B: jax.Array) -> Reconstruction:
         keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), id_B)
         found = reconstruct(params, to_value_range(images, mean, std), keys_B)
-        hidden, restored = (
-            as_pixels(values, mean, std).astype(jnp.uint8)
-            for values in (found.hidden, found.restored)
-        )
-        return Reconstruction(found.loss_B, hidden, restored)
+        return Reconstruction(found.loss_B, pixels_of(found.hidden), pixels_of(found.restored))
 
     return of_pixels

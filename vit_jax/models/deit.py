@@ -9,8 +9,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from vit_jax.base.pictures import Images
 from vit_jax.config import key
-from vit_jax.models.picture_fields import Images
 from vit_jax.models.vit import ViT
 
 

@@ -44,6 +44,23 @@ def resample(
     return weights_BNS.reshape(*weights_BNS.shape[:2], -1) @ table_SD
 
 
+def squash(pictures: Pictures, side: int) -> jax.Array:
+    """Pictures as images (B, side, side, channels), linearly with antialiasing, like images."""
+    by_axis = []
+    for axis, place_BN in enumerate(pictures.places):
+        size, of_grid_B111 = pictures.shape[2 + axis], pictures.grid[:, axis, None, None, None]
+        stretch_B111, place_BN11 = of_grid_B111 * size / side, place_BN[..., None, None]
+        pixel_BNp1 = place_BN11 * size + np.arange(size)[None, None, :, None] + 0.5
+        far_BNpS = pixel_BNp1 - (np.arange(side)[None, None, None] + 0.5) * stretch_B111
+        weights_BNpS = FILTERS["bilinear"](jnp.abs(far_BNpS) / jnp.maximum(stretch_B111, 1))
+        by_axis.append(jnp.where(place_BN11 < of_grid_B111, weights_BNpS, 0))
+    summed, totals = (
+        jnp.einsum("bnpqc,bnpy,bnqx->byxc", values, *by_axis)
+        for values in (pictures.patches, jnp.ones((*pictures.shape[:-1], 1)))
+    )
+    return summed / totals
+
+
 def mean_of_first(x_BND: jax.Array, counts_B: jax.Array | None) -> jax.Array:
     """The mean (B, D) over the first `counts_B` tokens of each row; None: over all."""
     if counts_B is None:

@@ -60,6 +60,29 @@ def random_order(keys_B: jax.Array, num: int) -> jax.Array:
     return jnp.argsort(noise_BN, axis=1)
 
 
+def _order_own_first(keys_B: jax.Array, counts_B: jax.Array, num: int) -> jax.Array:
+    """`random_order` of the first `counts_B` of `num` patches; the others, padding, come last."""
+    noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(keys_B)
+    return jnp.argsort(noise_BN + (jnp.arange(num)[None] >= counts_B[:, None]), axis=1)
+
+
+def random_halves(
+    keys_B: jax.Array, counts_B: jax.Array, first_B: jax.Array, num: int, first: int
+) -> jax.Array:
+    """A random order of `num` patches in two parts, of which `counts_B` are a row's own.
+
+    `first_B` of a row's own patches begin the first part, of length `first`; the others begin the
+    second part. Padding fills both. Shapes: int32 (B, num).
+    """
+    rank_1N, count_B1, first_B1 = jnp.arange(num)[None], counts_B[:, None], first_B[:, None]
+    padding_BN = rank_1N - count_B1 + first_B1  # places behind the own patches of the first part
+    place_BN = jnp.where(padding_BN < first, padding_BN, rank_1N)
+    place_BN = jnp.where(rank_1N < count_B1, first + rank_1N - first_B1, place_BN)
+    place_BN = jnp.where(rank_1N < first_B1, rank_1N, place_BN)
+    order_BN = _order_own_first(keys_B, counts_B, num)
+    return jnp.take_along_axis(order_BN, jnp.argsort(place_BN, axis=1), axis=1)
+
+
 def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
     """The patches `which_BM` of each row: (B, M, D)."""
     return jnp.take_along_axis(x_BND, which_BM[:, :, None], axis=1)
@@ -94,8 +117,7 @@ def draw_among(rng: jax.Array, counts_B: jax.Array, num: int, share: float) -> j
 
     A row keeps `count_kept_of` its own patches; the entries behind them are padding.
     """
-    noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(row_keys(rng, len(counts_B)))
-    order_BN = jnp.argsort(noise_BN + (jnp.arange(num)[None] >= counts_B[:, None]), axis=1)
+    order_BN = _order_own_first(row_keys(rng, len(counts_B)), counts_B, num)
     order_BM = order_BN[:, : count_kept(num, share)]
     kept_BM = jnp.arange(order_BM.shape[1])[None] < count_kept_of(counts_B, num, share)[:, None]
     return jnp.sort(jnp.where(kept_BM, order_BM, order_BM + num), axis=1) % num

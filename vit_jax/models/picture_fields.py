@@ -15,15 +15,13 @@ from einops import rearrange
 from flax.linen import nowrap
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.pictures import Pictures
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.config import key
 from vit_jax.models.fields import FROM_1
 from vit_jax.models.layers import Context
 from vit_jax.models.own_shapes import FILTERS
 from vit_jax.models.packing import cut_pictures, cut_rows, join_pictures, join_rows, pad_tokens
 from vit_jax.models.patches import count_kept_of
-
-Images = jax.Array | Pictures
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

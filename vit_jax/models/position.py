@@ -269,9 +269,7 @@ class Sincos2D(PositionEmbedding):
         return self.with_prefix(jnp.asarray(sincos_2d(self.grid, self.width))[None])
 
     def of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
-        most, (row_BN, column_BN) = pictures.patches.shape[1], pictures.places
-        along = sincos_2d((1, most), self.width)[:, : self.width // 2]
-        return jnp.concatenate([look_up(along, column_BN), look_up(along, row_BN)], axis=2)
+        return sincos_of_pictures(pictures, self.width)
 
 
 class Learned2D(PositionEmbedding):
@@ -410,6 +408,13 @@ def sincos_2d(grid: tuple[int, int], width: int, span: int | None = None) -> np.
     x = columns.reshape(-1, 1) * frequencies
     y = rows.reshape(-1, 1) * frequencies
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
+
+
+def sincos_of_pictures(pictures: Pictures, width: int, span: int | None = None) -> jax.Array:
+    """`sincos_2d` of the grid of each picture, (B, N, width)."""
+    row_BN, column_BN = pictures.places
+    along = sincos_2d((1, pictures.shape[1]), width, span)[:, : width // 2]
+    return jnp.concatenate([look_up(along, column_BN), look_up(along, row_BN)], axis=2)
 
 
 def sincos_1d(num: int, width: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import collect_faults
-from vit_jax.base.pictures import Pictures
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS
@@ -26,7 +26,7 @@ from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.layers import BlockFields, Context, Encoder, EncoderBlock, MapHead, split_blocks
 from vit_jax.models.own_shapes import mean_of_first
 from vit_jax.models.patches import count_kept, extract_patches, take_after
-from vit_jax.models.picture_fields import Images, PictureFields
+from vit_jax.models.picture_fields import PictureFields
 from vit_jax.models.position import PLACES, PositionChoice, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields

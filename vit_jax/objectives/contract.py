@@ -146,8 +146,8 @@ class Objective:
     frozen: shapes of the arrays that the step takes beside the state and the batch, such as a
       teacher's; None: none. They are laid out like parameters, not donated and not saved.
     frozen_models: the models whose variables are the trees of the tuple `frozen`.
-    reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
-      objectives that hide patches; None for others.
+    reconstruct: (params, images (B, H, W, channels) or `Pictures`, keys (B,)) ->
+      `patches.Reconstruction`, for objectives that hide patches; None for others.
     passes: the images that pass through Transformer blocks, to plan exchanges. (): the image
       passes through the model once.
     needs: keys of a batch that it reads.

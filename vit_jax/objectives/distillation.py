@@ -3,7 +3,7 @@
     loss = (1 - weight) * loss of the labels + weight * distance to the teachers
 
 The teachers see the same augmented pixels as the student, each in its own value range and at its
-own image size.
+own image size; of pictures in their own shape, the same patches.
 
 Axes: B images, C classes, D width.
 Sources: Hinton et al. 2015 (arXiv:1503.02531), section 2, for soft labels; Touvron et al. 2020
@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.base.tree import OBJECTIVE, Batch, Params
 from vit_jax.config import POSITIVE, key
 from vit_jax.config.settings import Settings
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     LossFn,
@@ -92,6 +94,7 @@ class Distillation(ObjectivePart):
     distance: str | None = key(None, "of the features; None: cosine", choices=DISTANCES)
 
     splits_unasked = True
+    takes_pictures = True
 
     @property
     def learns_labels(self) -> bool:
@@ -124,15 +127,22 @@ class Distillation(ObjectivePart):
         return faults
 
     def conflicts(self, settings: Settings) -> list[str]:
-        loss = settings.loss
-        if self.mode == "features" or loss.excludes is not False:
-            return []
-        return [
+        loss, faults = settings.loss, Faults()
+        faults.need(
+            self.mode == "features" or loss.excludes is not False,
             f"objective.mode={self.mode!r}: needs classes that exclude each other, which "
-            f"loss.name={loss.name} has not; set --config.objective.mode=features"
-        ]
+            f"loss.name={loss.name} has not; set --config.objective.mode=features",
+        )
+        faults.need(
+            settings.data.pack is None or (self.features or "pooled") == "pooled",
+            f"data.pack={settings.data.pack}: objective.features={self.features!r} compares "
+            "patches, which rows of several pictures mix; set it to None",
+        )
+        return faults
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
+        taught = tuple(with_images_of(model, teacher) for teacher in facts.teachers)
+        facts = facts._replace(teachers=taught)
         learner: _Logits | Features
         if self.mode == "features":
             pairs = parse_features(self.features or "pooled")
@@ -183,7 +193,8 @@ class _Distillation(NamedTuple):
             metrics["loss_label"] = label_B
             metrics |= self.facts.metrics(logits_BC, batch)
         sums = sum_rows(metrics, mask_B)
-        distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught)
+        counts_B = batch["image"].counts if isinstance(batch["image"], Pictures) else None
+        distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught, counts_B)
         terms = {
             name: Term((mask_B * distance_B).sum(), mask_B.sum(), self.weight / len(distances))
             for name, distance_B in distances.items()
@@ -192,19 +203,53 @@ class _Distillation(NamedTuple):
         return ObjectiveOutput(loss_sum, mask_B.sum(), sums, model_state, terms)
 
 
-def as_seen_by(teacher: Teacher, images: jax.Array, facts: RunFacts) -> jax.Array:
-    """The images (B, H, W, channels) of a batch in a teacher's value range and image size."""
-    mean, std, its_mean, its_std = (
-        jnp.reshape(jnp.asarray(numbers, jnp.float32), (1, 1, 1, -1))
-        for numbers in (facts.mean, facts.std, teacher.mean, teacher.std)
+def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
+    """The teacher for the images of a student, which may be pictures in their own shape.
+
+    Raises:
+      InputError: it cannot take the student's patches.
+    """
+    where, most, faults = (
+        f"objective.teacher={teacher.source!r}: ",
+        about(model).max_tokens,
+        Faults(),
     )
-    if (facts.mean, facts.std) != (teacher.mean, teacher.std):
-        images = (images * std + mean - its_mean) / its_std
-    size = teacher.model.image_size
+    its = faults.check_in(where, with_known, teacher.model, max_tokens=most, pack=None)
+    collect_faults(faults)
+    assert its is not None
+    has, needed = about(its).token_stride, about(model).token_stride
+    if most is not None and (about(its).max_tokens != most or has != needed):
+        raise InputError(
+            f"{where}a {type(its).__name__} with patches of {has} pixels does not take pictures "
+            f"in patches of {needed}; choose a ViT with such patches, or set "
+            "--config.data.max_tokens=None"
+        )
+    return teacher._replace(model=its)
+
+
+def as_seen_by(teacher: Teacher, images: Images, facts: RunFacts) -> Images:
+    """The images (B, H, W, channels) of a batch in a teacher's value range and image size.
+
+    Of pictures in their own shape, the size stays.
+    """
+    if isinstance(images, Pictures):
+        return images._replace(patches=_in_range_of(teacher, images.patches, facts))
+    images, size = _in_range_of(teacher, images, facts), teacher.model.image_size
     if size is None or size == images.shape[1:3]:
         return images
     shape = (images.shape[0], *size, images.shape[-1])
     return jax.image.resize(images, shape, "bilinear", antialias=True)
+
+
+def _in_range_of(teacher: Teacher, images: jax.Array, facts: RunFacts) -> jax.Array:
+    """Pixels (..., channels) of the run's value range in the teacher's."""
+    mean, std, its_mean, its_std = (
+        jnp.reshape(jnp.asarray(numbers, jnp.float32), (1,) * (images.ndim - 1) + (-1,))
+        for numbers in (facts.mean, facts.std, teacher.mean, teacher.std)
+    )
+    if (facts.mean, facts.std) != (teacher.mean, teacher.std):
+        images = (images * std + mean - its_mean) / its_std
+    return images
 
 
 def _agreement(
@@ -258,7 +303,12 @@ class _Logits:
         collect_faults(faults)
 
     def __call__(
-        self, own: Any, heads: list[jax.Array], outputs: Outputs, taught: list[TeacherOutput]
+        self,
+        own: Any,
+        heads: list[jax.Array],
+        outputs: Outputs,
+        taught: list[TeacherOutput],
+        counts_B: jax.Array | None,
     ) -> dict[str, jax.Array]:
         logits_BC, logits = heads[-1], [found for found, _ in taught]
         if self.mode == "hard":

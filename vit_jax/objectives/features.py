@@ -16,7 +16,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.patches import take_once
+from vit_jax.models.own_shapes import mean_of_first
+from vit_jax.models.patches import count_kept_of, take_once
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
 
@@ -89,19 +90,24 @@ class Features:
         return own, {}
 
     def __call__(
-        self, own: Any, heads: Any, outputs: Outputs, taught: Sequence[tuple[Any, Outputs]]
-    ) -> dict[str, jax.Array]:
+        self, own: Any, heads: Any, outputs: Outputs, taught: Sequence[tuple[Any, Outputs]],
+        counts_B: jax.Array | None,
+    ) -> dict[str, jax.Array]:  # fmt: skip
+        """{pair: distance (B,)}; `counts_B`: the patches of each picture in its own shape."""
         found: dict[str, Any] = {}
         for i, pair in enumerate(self.pairs):
             x = _choose(outputs, pair.student, "the student", self.model)
-            keep = None if pair.student == "pooled" else outputs.keep
-            if keep is not None:
-                x = x[:, about(self.model).num_prefix_tokens :]
-            elif pair.student != "pooled":
+            pooled, model = pair.student == "pooled", about(self.model)
+            keep, own_B = (None, None) if pooled else (outputs.keep, counts_B)
+            if keep is not None or own_B is not None:
+                x = x[:, model.num_prefix_tokens :]
+            elif not pooled:
                 x = as_map(self.model, x, self.image_size)
+            if keep is not None and own_B is not None:
+                own_B = count_kept_of(own_B, model.num_patches, model.keep_tokens)
             found[pair.name] = sum(
                 teacher.weight
-                * self._distance(own[f"adapter_{i}_{j}"], x, its, pair, teacher, keep)
+                * self._distance(own[f"adapter_{i}_{j}"], x, its, pair, teacher, keep, own_B)
                 for j, ((_, its), teacher) in enumerate(zip(taught, self.teachers, strict=True))
             )
         return found
@@ -114,23 +120,28 @@ class Features:
         pair: Pair,
         teacher: Teacher,
         keep: jax.Array | None,
+        counts_B: jax.Array | None,
     ) -> jax.Array:
         """(B,), for the student's pooled features (B, D), map (B, rows, columns, D), or the patches
-        `keep` (B, M, D).
+        `keep` (B, M, D); of pictures in their own shape the first `counts_B` count.
         """
         y = _choose(outputs, pair.teacher, teacher.source, teacher.model)
         y = y.astype(jnp.float32)
-        if pair.teacher != "pooled":
+        if counts_B is not None:
+            y = y[:, about(teacher.model).num_prefix_tokens :]
+        elif pair.teacher != "pooled":
             size = teacher.model.image_size or self.image_size
             y = as_map(teacher.model, y, size)
             grid = x.shape[1:3] if keep is None else about(self.model).grid
             if y.shape[1:3] != grid:
                 y = jax.image.resize(y, (len(y), *grid, y.shape[-1]), "bilinear", antialias=True)
-            if keep is not None:
-                y = take_once(y.reshape(len(y), -1, y.shape[-1]), keep)
+        if keep is not None:
+            y = take_once(y.reshape(len(y), -1, y.shape[-1]), keep)
         layer = nn.Dense(y.shape[-1], dtype=x.dtype)
         x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
         each = cosine_distance(x, y) if self.distance == "cosine" else smooth_l1(x, y)
+        if counts_B is not None:
+            return mean_of_first(each[..., None], counts_B)[:, 0]
         return each.reshape(each.shape[0], -1).mean(axis=1)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images
 from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import Collapse
 
@@ -21,12 +22,13 @@ class Reconstruction(NamedTuple):
     """Images with hidden patches, and their reconstructions, in the model's value range.
 
     loss_B: the loss of each image, (B,).
-    hidden, restored: (B, H, W, channels); `restored` has its own pixels where nothing was hidden.
+    hidden, restored: (B, H, W, channels), or `Pictures`; `restored` has its own pixels where
+      nothing was hidden.
     """
 
     loss_B: jax.Array
-    hidden: jax.Array
-    restored: jax.Array
+    hidden: Images
+    restored: Images
 
 
 def check_patches(model: nn.Module, name: str) -> Model:
