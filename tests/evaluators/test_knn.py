@@ -116,8 +116,8 @@ def test_pictures_show_the_most_similar_training_images_first():
     images = {at: np.full((1, 1, 1), at, np.uint8) for at in (*train.id_N, *test.id_N)}
     inputs = types.SimpleNamespace(images=lambda _, ids: {at: images[at] for at in ids})
     drawn = knn_module._rows_to_draw(inputs, train, test)
-    assert drawn.shape == (2, 8, 1, 1, 1)
+    assert np.shape(drawn) == (2, 8, 1, 1, 1)
     of_degrees = {degrees: 119 - degrees // 10 for degrees in range(0, 200, 10)}
     expected = [[1, 40, 50, 30, 60, 20, 70, 10], [0, 10, 20, 0, 30, 40, 50, 60]]
-    for row, (test_id, *degrees) in zip(drawn[..., 0, 0, 0], expected, strict=True):
+    for row, (test_id, *degrees) in zip(np.array(drawn)[..., 0, 0, 0], expected, strict=True):
         assert row.tolist() == [test_id, *(of_degrees[d] for d in degrees)]

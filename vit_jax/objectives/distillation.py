@@ -209,22 +209,22 @@ def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
     Raises:
       InputError: it cannot take the student's patches.
     """
-    where, most, faults = (
+    where, faults, most = (
         f"objective.teacher={teacher.source!r}: ",
-        about(model).max_tokens,
         Faults(),
+        about(model).max_tokens,
     )
     its = faults.check_in(where, with_known, teacher.model, max_tokens=most, pack=None)
-    collect_faults(faults)
-    assert its is not None
-    has, needed = about(its).token_stride, about(model).token_stride
-    if most is not None and (about(its).max_tokens != most or has != needed):
-        raise InputError(
+    if its is not None and most is not None:
+        has, needed = getattr(about(its), "token_stride", None), about(model).token_stride
+        faults.need(
+            about(its).max_tokens == most and has == needed,
             f"{where}a {type(its).__name__} with patches of {has} pixels does not take pictures "
             f"in patches of {needed}; choose a ViT with such patches, or set "
-            "--config.data.max_tokens=None"
+            "--config.data.max_tokens=None",
         )
-    return teacher._replace(model=its)
+    collect_faults(faults)
+    return teacher._replace(model=cast(nn.Module, its))
 
 
 def as_seen_by(teacher: Teacher, images: Images, facts: RunFacts) -> Images:

@@ -91,7 +91,7 @@ class Features:
 
     def __call__(
         self, own: Any, heads: Any, outputs: Outputs, taught: Sequence[tuple[Any, Outputs]],
-        counts_B: jax.Array | None,
+        counts_B: jax.Array | None = None,
     ) -> dict[str, jax.Array]:  # fmt: skip
         """{pair: distance (B,)}; `counts_B`: the patches of each picture in its own shape."""
         found: dict[str, Any] = {}
