@@ -1004,3 +1004,14 @@ def test_a_batch_that_a_stage_cannot_split_names_the_stage(auto):
     says = "data.image_size: the stage of 12 pixels has batches of 63, and needs a multiple of 4"
     with pytest.raises(InputError, match=says):
         plan_run(settings_of(config), target, {})
+
+
+def test_kernels_of_two_towers_add_up():
+    rows = [
+        {"name": "mlp", "bound_by": "hbm", "count": count, "cycles": cycles}
+        for count, cycles in ((2, 10), (3, 50), (1, 7))
+    ]
+    rows.append(rows[0] | {"bound_by": "bundles", "cycles": 60})
+    assert plan_tables._sum_calls(rows, "cycles") == {
+        "6 x mlp, bound by hbm": 67, "2 x mlp, bound by bundles": 60
+    }  # fmt: skip

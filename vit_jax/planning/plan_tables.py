@@ -1,5 +1,6 @@
 """What the command `plan` prints: the answer in one line, and tables."""
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -133,9 +134,8 @@ def work_table(figures: dict[str, Any], per: str) -> Table:
         rows[f"{what} by a {per}"] = _bytes(figures["hbm_bytes_accessed"])
     if cycles is not None:
         rows["compiler's estimate"] = f"{cycles / 1e6:,.1f} Mcycles"
-        for kernel in figures["kernels"]:
-            call = f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}"
-            rows[call] = f"{kernel['cycles'] / 1e6:,.1f} Mcycles"
+        for call, number in _sum_calls(figures["kernels"], "cycles").items():
+            rows[f"of these {call}"] = f"{number / 1e6:,.1f} Mcycles"
     elif figures["kernels"]:
         rows |= _kernel_rows(figures["kernels"])
     return _pairs("Work of a step", rows)
@@ -145,13 +145,23 @@ def _kernel_rows(kernels: list[dict[str, Any]]) -> dict[str, str]:
     """Rows of the kernels of a GPU, the longest first; one row has all that take little."""
     whole = sum(row["roofline_s"] for row in kernels)
     large = [row for row in kernels if row["roofline_s"] >= _SMALL * whole]
-    rows = {
-        f"{row['count']:,} x {row['name']}, bound by {row['bound_by']}": _ms(row["roofline_s"])
-        for row in large
-    }
+    rows = {call: _ms(seconds) for call, seconds in _sum_calls(large, "roofline_s").items()}
     if number := sum(row["count"] for row in kernels if row not in large):
         rows[f"{number:,} x others"] = _ms(whole - sum(row["roofline_s"] for row in large))
     return rows
+
+
+def _sum_calls(kernels: list[dict[str, Any]], key: str) -> dict[str, float]:
+    """{calls: their sum of `key`}; kernels that differ in their shapes only, as of two towers, add.
+
+    The largest comes first.
+    """
+    counts, sums = Counter[str](), Counter[str]()
+    for row in kernels:
+        kind = f"{row['name']}, bound by {row['bound_by']}"
+        counts[kind] += row["count"]
+        sums[kind] += row[key]
+    return {f"{counts[kind]:,} x {kind}": number for kind, number in sums.most_common()}
 
 
 def describe_layers(row: dict[str, Any]) -> str:
