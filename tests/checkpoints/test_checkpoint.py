@@ -1,11 +1,13 @@
 """Checkpoints: damage is found and named, and the previous one is used."""
 
+import gc
 import json
 import logging
 import pathlib
 import random
 import shutil
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from read_settings import settings_of
 
+from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.checksums import _checksum, checksums
@@ -216,6 +219,37 @@ def test_checksums_and_restored_values_do_not_depend_on_the_mesh(directory):
     assert state.params["layer"]["kernel"].sharding == kernel
     assert checksums(state) == meta["checksums"]
     assert checksums(make_state(2)) == meta["checksums"]
+
+
+def test_leaves_are_read_in_groups_the_largest_first_and_each_is_held_once(directory, monkeypatch):
+    read, put, groups, copied, owned = restore._read_leaves, jax.device_put, [], [], set()
+
+    def spy_on_put(x, *args, **kwargs):
+        copied.extend([weakref.ref(x)] if isinstance(x, np.ndarray) else [])
+        return put(x, *args, **kwargs)
+
+    def spy_on_read(step_dir, target, names):
+        groups.append(names)
+        leaves = read(step_dir, target, names)
+        owned.update(leaf.unsafe_buffer_pointer() for leaf in leaves.values())
+        alive = [x for ref in copied if (x := ref()) is not None]
+        assert all(x.ctypes.data in owned for x in alive)  # JAX takes some instead of a copy
+        return leaves
+
+    monkeypatch.setattr(restore, "_GROUP_BYTES", 100)
+    monkeypatch.setattr(restore, "_read_leaves", spy_on_read)
+    monkeypatch.setattr(jax, "device_put", spy_on_put)
+    gc.disable()
+    try:
+        assert restored_step(directory) == 2
+    finally:
+        gc.enable()
+    assert len(copied) == len(jax.tree.leaves(make_state(0)))
+    kernels = ["opt_state/0/mu/layer/kernel", "params/layer/kernel"]
+    assert sorted(name for [name] in groups[:2]) == kernels
+    sizes = {name: leaf.nbytes for name, leaf in tree.flatten_names(make_state(0)).items()}
+    assert max(sum(map(sizes.get, names)) for names in groups[2:]) <= sum(sizes.values()) // 16
+    assert sorted(name for names in groups for name in names) == sorted(sizes)
 
 
 def test_parameters_alone_can_be_restored(directory):

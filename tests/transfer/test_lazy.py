@@ -1,6 +1,8 @@
 """Each device reads its own part of the weights."""
 
+import gc
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -48,6 +50,25 @@ def test_devices_read_their_parts(spied):
     del sizes[:]
     place(lazy, split_over_all(jax.ShapeDtypeStruct((3,), np.float32)))  # a copy on each device
     assert sizes == [120]
+
+
+def test_the_parts_that_devices_have_copied_are_let_go(spied):
+    array, lazy, _ = spied
+    parts = []
+
+    def read(index):
+        part = array[index].copy()
+        parts.append(weakref.ref(part))
+        return part
+
+    gc.disable()
+    try:
+        placed = place(Lazy(array.shape, read), split_over_all(lazy))
+    finally:
+        gc.enable()
+    owned = {shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}
+    alive = [part for ref in parts if (part := ref()) is not None]
+    assert all(part.ctypes.data in owned for part in alive)  # JAX takes some instead of a copy
 
 
 def test_a_run_gives_the_same_numbers(golden, tmp_path, monkeypatch):

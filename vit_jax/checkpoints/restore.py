@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,29 +85,36 @@ def _restore(
     meta = on_all(read_sealed_meta)
     check_version(str(step_dir), meta.get("format_version", 1), FORMAT_VERSION)
     on_all(functools.partial(_check_names, target, meta["checksums"], partial))
-    state = None
-    for group in [target] if keep else _groups(target):
-        state = on_all(functools.partial(_read_state, step_dir, group))
-        for name, found in checksums(state).items():  # over whole leaves, so equal on every process
+    kept: dict[str, jax.Array] = {}
+    for names in _groups(target, keep):
+        leaves = on_all(functools.partial(_read_leaves, step_dir, target, names))
+        # Over whole leaves, so equal on every process.
+        for name, found in checksums(leaves).items():
             if meta["checksums"][name] != found:
                 raise InvalidError(f"leaf {name} is damaged: its checksum differs")
-        if not keep:
-            state = None
-    return state, meta
+        kept |= leaves if keep else {}
+        del leaves
+    return jax.tree.map(kept.get, tree.leaf_names(target)) if keep else None, meta
 
 
-def _groups(target: Any) -> Iterator[dict[str, Any]]:
-    """The leaves of `target`, nested dicts, in groups of at most _GROUP_BYTES or of one leaf."""
-    group: dict[str, Any] = {}
+def _groups(target: Any, keep: bool) -> Iterator[list[str]]:
+    """The names of the leaves of `target`, the largest first: little is held beside their copies.
+
+    A group has one leaf, or at most _GROUP_BYTES; of leaves to keep, at least a sixteenth of all.
+    """
+    sizes = {
+        name: leaf.size * leaf.dtype.itemsize for name, leaf in tree.flatten_names(target).items()
+    }
+    most = max(_GROUP_BYTES, keep * sum(sizes.values()) // 16)
+    group: list[str] = []
     filled = 0
-    for name, leaf in tree.flatten_names(target).items():
-        size = leaf.size * leaf.dtype.itemsize
-        if group and filled + size > _GROUP_BYTES:
-            yield tree.unflatten_names(group)
-            group, filled = {}, 0
-        group[name] = leaf
-        filled += size
-    yield tree.unflatten_names(group)
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if group and filled + sizes[name] > most:
+            yield group
+            group, filled = [], 0
+        group.append(name)
+        filled += sizes[name]
+    yield group
 
 
 def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
@@ -119,22 +127,30 @@ def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
         raise ValueError(f"leaf {surplus[0]} is not part of this run's state")
 
 
-def _read_state(step_dir: epath.Path, target: Any) -> Any:
-    """Read this process's shards of the leaves that `target` has."""
-    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target))
+def _read_leaves(step_dir: epath.Path, target: Any, names: Sequence[str]) -> dict[str, jax.Array]:
+    """Read this process's shards of the leaves of `target` that `names` has: {name: array}."""
+    item = jax.tree.map(
+        lambda name, leaf: leaf if name in names else ocp.PLACEHOLDER,
+        tree.leaf_names(target), target,
+    )  # fmt: skip
+    found = tree.flatten_names(target)
+    largest = max(found[name].size * found[name].dtype.itemsize for name in names)
     # Orbax would read all leaves at once, into buffers beside them: of whole chunks, up to twice as
     # large as a leaf.
     at_once = 1 + 2 * largest // 10**9
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_once)
     with ocp.Checkpointer(handler) as checkpointer:
-        return checkpointer.restore(
+        restored = checkpointer.restore(
             LiteralPath(step_dir) / "state",
             args=ocp.args.PyTreeRestore(
-                item=target,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                item=item,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
                 partial_restore=True,  # names have been compared already
             ),
         )
+    leaves = tree.flatten_names(jax.block_until_ready(restored))
+    gc.collect(0)  # JAX lets go of the arrays in host memory, which it has copied
+    return {name: leaves[name] for name in names}
 
 
 def split_over_all(leaf: jax.ShapeDtypeStruct) -> NamedSharding:

@@ -5,6 +5,7 @@ its average carry its name, so they are sharded like it, and large ones are also
 `constrain` determines the sharding of activations.
 """
 
+import gc
 import logging
 import math
 import re
@@ -202,7 +203,9 @@ def place(array: np.ndarray | Lazy, sharding: NamedSharding) -> jax.Array:
             parts[key] = array[index]
         return parts[key]
 
-    return jax.make_array_from_callback(array.shape, sharding, part)
+    placed = jax.block_until_ready(jax.make_array_from_callback(array.shape, sharding, part))
+    gc.collect(0)  # JAX lets go of the parts, which it has copied
+    return placed
 
 
 class HostCopy:
