@@ -30,7 +30,7 @@ logger = logging.getLogger("vit_jax")
 # A process reads whole chunks of a leaf, so chunks must be small compared to its share of the leaf.
 # orbax splits the two largest axes of the share about evenly.
 _CHUNKS_OF_A_LEAF = 4096
-_MIN_CHUNK_BYTES = 1 << 14
+_MIN_CHUNK_BYTES = 1 << 16
 # orbax counts by the wall clock, which may jump; `job.save_deadline_s` ends a save that hangs.
 _NEVER_S = 10 * 365 * 86400
 # orbax warns for every leaf that chunks below 1 MiB may be slow.
