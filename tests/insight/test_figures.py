@@ -130,7 +130,8 @@ def test_outliers_are_counted_among_patches():
     norms = np.ones((2, 6))
     norms[:, 0] = 50  # the class token
     norms[0, 3] = 4
-    table = measured.norm_table([norms], num_prefix=1, factor=3)
+    seen = measured.Measured([], [norms], [], images=[], features=[])
+    table = measured.norm_table(seen, num_prefix=1, factor=3)
     assert table["outlier_share"].tolist() == [0.1]
     assert (table["largest"][0], table["prefix"][0], table["median"][0]) == (4, 50, 1)
 

@@ -65,6 +65,20 @@ def test_recomputed_layers_are_checked_in_their_own_form(fields, keeps, mesh, mo
     assert checked == keeps
 
 
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_padding_of_pictures_is_checked(mesh, skipped):
+    """A form without a kernel in its place, that may count one token too many."""
+
+    def kernel(qkv, biases, turns, num_keys):
+        qkv = (x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
+        return plain_attention(*qkv, num_keys_B=num_keys + skipped)
+
+    model = create_model("ViT-Ti/16", 5, 16, max_tokens=12, **SIZES).clone(constrain=constrain)
+    model = model.clone(ops=BlockOps(attention_kernel=kernel, token_multiple=8))
+    with at_fault("model.kernels") if skipped else nullcontext():
+        check_kernels([TokenPass(model)], mesh)
+
+
 @pytest.mark.slow
 def test_the_kernel_of_an_mlp_is_checked(mesh):
     """A plain form in its place, since kernels compile for seconds."""

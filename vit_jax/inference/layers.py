@@ -15,7 +15,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.dot_product import dot_product_attention
+from vit_jax.models.dot_product import dot_product_attention, hide_padding
+from vit_jax.models.own_shapes import mean_of_first
 from vit_jax.models.watched import watch
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ def watch_attention(
     ) -> jax.Array:
         scores = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK, k_BMHK) * q_BNHK.shape[-1] ** -0.5
         scores = scores if bias_BHNM is None else scores + bias_BHNM
+        scores = hide_padding(scores, others.get("num_keys_B"))
         found.append(see(jax.nn.softmax(scores.astype(jnp.float32), axis=-1)))
         return dot_product_attention(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **others)
 
@@ -102,17 +104,17 @@ def choose(found: Sequence[T], layer: int | None) -> T:
     return found[-1 if layer is None else layer]
 
 
-def pool(model: nn.Module, x: jax.Array) -> jax.Array:
+def pool(model: nn.Module, x: jax.Array, counts_B: jax.Array | None = None) -> jax.Array:
     """One vector (B, D) per image from a layer's output: the class token, else the patches' mean.
 
     The class token is taken from models that classify it; maps of convolutional networks are
-    averaged.
+    averaged. `counts_B`: so many first patches of each picture count; None: all.
     """
     if x.ndim == 4:
         return x.mean(axis=(1, 2))
     if model.pool == "token":
         return x[:, 0]
-    return x[:, model.num_prefix_tokens :].mean(axis=1)
+    return mean_of_first(x[:, model.num_prefix_tokens :], counts_B)
 
 
 def _unrolled(model: nn.Module) -> nn.Module:

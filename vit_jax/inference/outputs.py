@@ -4,7 +4,7 @@ Axes: B images, N tokens, D width, C classes.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +17,7 @@ from rich.progress import track
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.loading import why_masked
@@ -39,14 +40,15 @@ def outputs(
       pretrained: the model, with an image size in its spec.
       source: the images.
       what: "probabilities" or "logits" (C,); "features" (D,), the input of the head; "dense", the
-        encoder's patch tokens (rows, columns, D); or "attention", the weights (H, N, N) of a layer.
+        encoder's patch tokens (rows, columns, D), of pictures in their own shape (S, D); or
+        "attention", the weights (H, N, N) of a layer; see `in_own_shape`.
       layer: with the last three, the layer, from 0; None: the model's own output, after its final
         norm, and the last layer's weights.
       how: `batch_size`, `progress` and `record_ids` of `computed`.
 
     Yields:
       (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
-      could not be read.
+      could not be read. Patches of pictures come with "grid" (b, 2), their rows and columns.
 
     Raises:
       InputError: if the model has no such layer, no classes, no attention, or no fixed image size.
@@ -63,8 +65,8 @@ def outputs(
         compute = functools.partial(_jitted, **static)
     except TypeError:  # a plug-in's model may have a list among its fields
         compute = jax.jit(functools.partial(_compute, **static))
-    own_shape = layer is None and what in (*OF_CLASSES, "features")  # others are maps of patches
-    for found, batch in computed(pretrained, source, compute, own_shape=own_shape, **how):
+    keys = ("mask", "label", *["grid"] * (spec.rule is not None and what in ("dense", "attention")))
+    for found, batch in computed(pretrained, source, compute, keys=keys, **how):
         kept = len(batch["mask"])
         yield np.asarray(found[:kept], np.float32), batch
 
@@ -78,19 +80,18 @@ def computed(
     progress: bool = True,
     record_ids: np.ndarray | None = None,
     keys: Sequence[str] = ("mask", "label"),
-    own_shape: bool = False,
 ) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
     """The results of `compute`, a jitted function, for batches of the records of `source`.
 
     The last batch is padded.
 
     Args:
-      compute: gets the variables and uint8 images (B, H, W, C), prepared as the model's own.
+      compute: gets the variables and uint8 images (B, H, W, C), or pictures in their own shape,
+        prepared as the model's own.
       batch_size: over all devices of this process, a multiple of their number.
       progress: whether to show a progress bar.
       record_ids: int64 (n,), the records; None: all.
-      keys: of the batch, to yield.
-      own_shape: whether `compute` takes pictures in their own shape, if the model does.
+      keys: of the batch, to yield; "grid" is that of pictures.
 
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
@@ -101,9 +102,9 @@ def computed(
     check_batch_size(mesh, batch_size, "batch_size")
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     params, model_state = on_all(mesh, (params, model_state))
-    ops, rule = preparation(spec, source.image_shape, own_shape=own_shape)
+    ops, rule = preparation(spec, source.image_shape)
     host_ops, _ = parse_ops(ops, spec.image_size, key="preprocessing")
-    batches = eval_batches(
+    batches: Iterable[Any] = eval_batches(
         source,
         image_batch(batch_size, spec.image_size, host_ops, "evals.*.ops", rule),
         sharding=batch_sharding(mesh),
@@ -114,19 +115,22 @@ def computed(
     if progress and console.is_terminal:  # in a file, a bar is only noise
         batches = track(batches, "images", total=-(-left // batch_size), console=console)
     results = (
-        (compute(params, model_state, batch["image"]), {k: batch[k] for k in keys})
+        (
+            compute(params, model_state, batch["image"]),
+            {k: batch["image"].grid if k == "grid" else batch[k] for k in keys},
+        )
         for batch in batches
     )
     for found, batch in fetch(results):
         kept = min(left, batch_size)
         left -= kept
-        yield found, {k: v[:kept] for k, v in batch.items()}
+        yield found, jax.tree.map(lambda v, kept=kept: v[:kept], batch)
 
 
 def _compute(
     params: tree.Params,
     model_state: tree.ModelState,
-    images: jax.Array,
+    images: Images,
     *,
     model: nn.Module,
     image_size: tuple[int, int],
@@ -136,18 +140,20 @@ def _compute(
     what: str,
     layer: int | None,
 ) -> jax.Array:
-    """The `outputs` for uint8 images (B, H, W, C)."""
+    """The `outputs` for uint8 images (B, H, W, C), or pictures."""
+    counts = images.counts if isinstance(images, Pictures) else None
+    of_patches = functools.partial(as_map, model, image_size=image_size, counts_B=counts)
     images = to_value_range(images, mean, std)
     variables = {"params": params, **model_state}
     if what == "attention":
         return layers.choose(layers.attention_weights(model, params, images, model_state), layer)
     if what in OF_LAYERS and layer is not None:
         x = layers.choose(layers.layer_outputs(model, params, images, model_state), layer)
-        return layers.pool(model, x) if what == "features" else as_map(model, x, image_size)
+        return layers.pool(model, x, counts) if what == "features" else of_patches(x)
     if what == "features":
         return model.apply(variables, images, method="features")
     if what == "dense":
-        return as_map(model, model.apply(variables, images, method="tokens"), image_size)
+        return of_patches(model.apply(variables, images, method="tokens"))
     logits_BC = model.apply(variables, images)
     return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
 
@@ -166,6 +172,17 @@ def why_unread(pretrained: Pretrained, source: Source, record: int) -> str:
 def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """`x` (b, ...) with NaN for the records that could not be read."""
     return np.where(batch["mask"] > 0, x.T, np.nan).T
+
+
+def in_own_shape(x: np.ndarray, grid: np.ndarray, num_prefix: int) -> np.ndarray:
+    """A picture's map (rows, columns, D), or its weights (H, T, T), from its row of `outputs`.
+
+    `grid`: its rows and columns; `num_prefix`: tokens before the patches.
+    """
+    rows, columns = grid
+    if x.ndim == 2:
+        return x[: rows * columns].reshape(rows, columns, -1)
+    return x[:, : num_prefix + rows * columns, : num_prefix + rows * columns]
 
 
 def check_size(pretrained: Pretrained) -> None:

@@ -61,27 +61,24 @@ class Parts:
         return np.arange(first, min(first + self.size, self.num_examples))
 
 
-def facts_of(pretrained: Pretrained, source: Source, *, own_shape: bool = True) -> dict[str, Any]:
-    """The facts of a manifest that decide the outputs for the records of `source`.
-
-    `own_shape`: as in `preparation`.
-    """
+def facts_of(pretrained: Pretrained, source: Source) -> dict[str, Any]:
+    """The facts of a manifest that decide the outputs for the records of `source`."""
     named = {"fingerprint": source.fingerprint, "model": pretrained.source}
-    return named | facts_of_model(pretrained, source.image_shape, own_shape=own_shape)
+    return named | facts_of_model(pretrained, source.image_shape)
 
 
 def facts_of_model(
-    pretrained: Pretrained, image_shape: tuple[int, ...] | None = None, *, own_shape: bool = True
+    pretrained: Pretrained, image_shape: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """The facts that decide a model's outputs for an image; they are the same in every process.
 
-    `image_shape`, `own_shape`: as in `preparation`.
+    `image_shape`: as in `preparation`.
     """
     spec, family = pretrained.spec, type(pretrained.model)
     fields = {name: getattr(pretrained.model, name) for name in field_names(family)}
     fields, usual = check_fields(family, fields, pretrained.source), field_defaults(family)
     fields = {name: fields[name] for name in fields if fields[name] != usual.get(name, ...)}
-    ops, rule = preparation(spec, image_shape, own_shape=own_shape)
+    ops, rule = preparation(spec, image_shape)
     facts = {
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
         "ops": ops if rule is None else f"{ops}, {rule.most} patches of {rule.patch_size}",

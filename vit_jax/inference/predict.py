@@ -29,6 +29,7 @@ from vit_jax.inference.outputs import (
     OF_CLASSES,
     OF_LAYERS,
     check_classes,
+    in_own_shape,
     on_all,
     outputs,
     why_unread,
@@ -53,7 +54,7 @@ def predict(
     batch_size: int | None = None,
     labels: Sequence[str] | None = None,
     prompts: str | Sequence[str] | None = None,
-) -> list[dict[str, Any]] | np.ndarray:
+) -> list[Any] | np.ndarray:
     """Classify images, write captions, or compute features of any layer.
 
         vit_jax.predict("cat.jpg", "runs/mine")[0]["classes"][0]["name"]
@@ -69,7 +70,8 @@ def predict(
         "captions": {"file", "captions": [{"caption", "log_probability"}]}, by a run that learned to
         write them; "probabilities" or "logits": (N, C); "features": (N, D), one vector per image;
         "dense": (N, rows, columns, D), one vector per patch; "attention": (N, H, T, T), the weights
-        that each of T tokens (rows) gives to each token, prefix tokens first.
+        that each of T tokens (rows) gives to each token, prefix tokens first. Pictures in their own
+        shape differ in rows, columns and T: the last two are lists of N arrays.
       layer: for the last three: the layer, counted from 0, negative from the end. None: the
         model's final output, or the last layer's attention. A layer's output is not yet
         normalised; its "features" are the class token if the model classifies that, else the mean
@@ -108,7 +110,11 @@ def predict(
     if output == "captions":
         return list(write_captions(pretrained, found, beams=beams, top=top or 1, **how))
     parts = outputs(pretrained, found, what=output, layer=layer, **how)
-    return np.concatenate([without_masked(x, batch) for x, batch in parts])
+    batches = [(without_masked(x, batch), batch) for x, batch in parts]
+    if "grid" not in batches[0][1]:
+        return np.concatenate([x for x, _ in batches])
+    pairs = (pair for x, batch in batches for pair in zip(x, batch["grid"], strict=True))
+    return [in_own_shape(*pair, pretrained.model.num_prefix_tokens) for pair in pairs]
 
 
 def _read(
@@ -139,7 +145,7 @@ class Predictor:
         """`facts_of_model` of files; its digest of all weights takes longer than a question."""
         return facts_of_model(self.pretrained)
 
-    def __call__(self, images: Any, **how: Any) -> list[dict[str, Any]] | np.ndarray:
+    def __call__(self, images: Any, **how: Any) -> list[Any] | np.ndarray:
         """predict(images, this model, **how)."""
         return predict(images, self.pretrained, **how)
 

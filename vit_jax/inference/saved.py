@@ -4,7 +4,9 @@ FOLDER/predictions.json     the manifest, see parts.py
 FOLDER/part_00000.parquet   a row for each record: `id`, its index; `file`, its name; `label`, for
                             data sets; `classes`, as `classify` has them; `error`, if it cannot
                             be read
-FOLDER/part_00000.npy       or the features of these rows, float16, NaN for those with an error
+FOLDER/part_00000.npy       or the features of these rows, float16, NaN for those with an error; of
+                            patches of pictures in their own shape (n, S, D), NaN after the
+                            patches, and the table has their `grid` of rows and columns
 FOLDER/summary.json         the numbers of rows and of errors; written last
 """
 
@@ -52,9 +54,11 @@ def write_features(
 ) -> dict[str, Any]:
     """Write FILE.npz with the features of every record of `source`; return a summary of it.
 
-    The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="dense"`;
-    `valid` (n,), False for images that could not be read, whose features are NaN; `record` (n,),
-    the names of the records; and for data sets `label` (n,). Features are written batch by batch.
+    The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="dense"`; `valid`
+    (n,), False for images that could not be read, whose features are NaN; `record` (n,), the names
+    of the records; and for data sets `label` (n,). Of pictures in their own shape "dense" has (n,
+    S, D), NaN after their patches, and `grid` (n, 2), their rows and columns. Features are written
+    batch by batch.
 
     `output` comes from `check_output`.
     """
@@ -62,19 +66,19 @@ def write_features(
     found = outputs(pretrained, source, batch_size=batch_size, what=what)
     first = next(found)
     shape = (count, *first[0].shape[1:])
-    valid, labels = [], []
+    batches = []
     with files.replaced(output) as file, zipfile.ZipFile(file, "w", allowZip64=True) as archive:
         with archive.open("features.npy", "w", force_zip64=True) as entry:
             entry.write(_npy_header("<f4", shape))
             for features, batch in itertools.chain([first], found):
                 features = without_masked(features, batch)
                 entry.write(np.ascontiguousarray(features, "<f4").tobytes())
-                valid.append(batch["mask"] > 0)
-                labels.append(batch["label"])
+                batches.append(batch)
         records = np.array([source.record_name(i) for i in range(count)])
-        rest = {"valid": np.concatenate(valid), "record": records}
-        if source.name != "files":
-            rest["label"] = np.concatenate(labels)
+        whole = {key: np.concatenate([batch[key] for batch in batches]) for key in first[1]}
+        rest = {"valid": whole.pop("mask") > 0, "record": records, **whole}
+        if source.name == "files":
+            del rest["label"]
         for name, array in rest.items():
             with archive.open(f"{name}.npy", "w") as entry:
                 np.lib.format.write_array(entry, array, allow_pickle=False)
@@ -117,7 +121,7 @@ def write_predictions(
     need_package(f"{flag}={folder}", "pyarrow", "parquet")
     import pyarrow.parquet as pq
 
-    facts = facts_of(pretrained, source, own_shape=what != "dense")
+    facts = facts_of(pretrained, source)
     facts |= {"what": what, **{key: np.asarray(value).tolist() for key, value in choice.items()}}
     parts = begin(
         folder / "predictions.json", facts, source.num_examples, batch_size,
@@ -164,7 +168,10 @@ def _write_part(
                 named = classified(pretrained, named, x, **choice)
             own = zip(named, here, batch["label"].tolist(), strict=True)
             found = [{**row, "id": record, "label": label} for row, record, label in own]
-            tables.append(pa.Table.from_pylist(found, schema))
+            table = pa.Table.from_pylist(found, schema)
+            if "grid" in batch:
+                table = table.append_column("grid", [batch["grid"].tolist()])
+            tables.append(table)
             yield without_masked(x, batch)
 
     found = features()

@@ -3,38 +3,44 @@
 Axes: B images, H heads, N tokens (P prefix tokens, then S patches in raster order).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.base.pictures import Pictures
 from vit_jax.models.contract import Model
 
 _EXACT = jax.lax.Precision.HIGHEST  # accelerators multiply with fewer bits otherwise
 
 
-def patch_distances(grid: tuple[int, int], stride: tuple[int, int]) -> np.ndarray:
+def patch_distances(of: tuple[int, int] | Pictures, stride: tuple[int, int]) -> Any:
     """The distances between the centres of all patches in pixels, float32 (S, S).
 
-    `grid`: rows and columns of patches; `stride`: height and width of a patch in pixels.
+    `of`: rows and columns of patches, or pictures: (B, S, S); `stride`: height and width of a patch
+    in pixels.
     """
-    centres_S2 = np.stack(np.mgrid[: grid[0], : grid[1]], axis=-1).reshape(-1, 2) * stride
-    offsets_SS2 = centres_S2[:, None] - centres_S2[None]
-    return np.sqrt(np.square(offsets_SS2).sum(axis=-1)).astype(np.float32)
+    places = of.places if isinstance(of, Pictures) else np.mgrid[: of[0], : of[1]].reshape(2, -1)
+    sides = zip(places, stride, strict=True)
+    y, x = ((place[..., :, None] - place[..., None, :]) * float(side) for place, side in sides)
+    return ((y**2 + x**2) ** 0.5).astype(np.float32)
 
 
-def mean_distance(weights_BHNN: jax.Array, distances_SS: np.ndarray) -> jax.Array:
+def mean_distance(weights_BHNN: jax.Array, distances: Any) -> jax.Array:
     """The mean attention distance of each image and head in pixels, (B, H).
 
     The distance of a query is the mean of its distances to all patches, weighted by its attention
     to them; the distance of a head is the mean over all patches as queries. Prefix tokens have no
-    place: they count neither as queries nor as keys.
+    place: they count neither as queries nor as keys. `distances`: (S, S), or of each image.
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.7 and figure 11.
     """
-    num_prefix = weights_BHNN.shape[-1] - len(distances_SS)
+    num_patches = distances.shape[-1]
+    num_prefix = weights_BHNN.shape[-1] - num_patches
     weights_BHSS = weights_BHNN[:, :, num_prefix:, num_prefix:]
-    distances_1SS = distances_SS[None, None]
-    total_BHS = (weights_BHSS * distances_1SS).sum(axis=-1)
+    distances_B1SS = distances.reshape(-1, 1, num_patches, num_patches)
+    total_BHS = (weights_BHSS * distances_B1SS).sum(axis=-1)
     weight_BHS = jnp.maximum(weights_BHSS.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
     return (total_BHS / weight_BHS).mean(axis=-1)
 
@@ -92,8 +98,10 @@ def name_of_shares(model: Model) -> str:
 def over_patches(weights: jax.Array, shares_N: np.ndarray, grid: tuple[int, int]) -> jax.Array:
     """The attention (..., N, N) of the tokens that count, as maps (..., rows, columns).
 
-    What prefix tokens receive is left out.
+    What prefix tokens receive is left out. Pictures have shares (B, N), each its own.
     """
+    if shares_N.ndim == 2:
+        return jax.vmap(lambda *of_picture: over_patches(*of_picture, grid))(weights, shares_N)
     num_prefix = len(shares_N) - grid[0] * grid[1]
     received = jnp.einsum("n,...nm->...m", shares_N, weights, precision=_EXACT)[..., num_prefix:]
     return received.reshape(*received.shape[:-1], *grid)

@@ -40,7 +40,7 @@ MAX_COMPONENTS = 28  # of the filters
 OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
 
 # What a function gives: a figure, or several by name; its numbers, as arrays or as rows of a table.
-Made = tuple["Figure | dict[str, Figure]", Mapping[str, np.ndarray] | list[Sequence[Any]]]
+Made = tuple["Figure | dict[str, Figure]", Mapping[str, Any] | list[Sequence[Any]]]
 
 
 @dataclasses.dataclass
@@ -59,6 +59,11 @@ class Subject:
     @functools.cached_property
     def model(self) -> nn.Module:
         return with_size(self.pretrained)
+
+    @property
+    def grids(self) -> Any:
+        """The grids of patches of the measured images; one if all are equal."""
+        return [self.model.grid] if self.seen.grids is None else self.seen.grids
 
 
 def filters_of(pretrained: Pretrained) -> np.ndarray | str:
@@ -118,18 +123,20 @@ def _positions(subject: Subject) -> Made | str:
 
 def _distance(subject: Subject) -> Made:
     seen, model = subject.seen, subject.model
-    uniform = float(patch_distances(model.grid, model.token_stride).mean())
+    stride = model.token_stride
+    uniform = float(np.mean([patch_distances(grid, stride).mean() for grid in subject.grids]))
     height, width = model.image_size
-    labels = "uniform attention", f"attention distance (px of {width} x {height})"
+    size = "px" if seen.grids is not None else f"px of {width} x {height}"
+    labels = "uniform attention", f"attention distance ({size})"
     shares = seen.shares.mean(axis=0)
     return _by_head("distance_px", seen.distances, uniform, labels, prefix_share=shares)
 
 
 def _entropy(subject: Subject) -> Made:
-    rows, columns = subject.model.grid
-    num_tokens = subject.model.num_prefix_tokens + rows * columns
-    labels = f"uniform over {num_tokens:,} tokens", "entropy of attention (bits)"
-    uniform = float(np.log2(num_tokens))
+    tokens = subject.model.num_prefix_tokens + np.prod(subject.grids, axis=1)
+    between = " to ".join(f"{n:,}" for n in np.unique([tokens.min(), tokens.max()]))
+    labels = f"uniform over {between} tokens", "entropy of attention (bits)"
+    uniform = float(np.log2(tokens).mean())
     return _by_head("entropy_bits", subject.seen.entropies, uniform, labels)
 
 
@@ -162,18 +169,21 @@ def _heads(subject: Subject) -> Made:
 
 def _features(subject: Subject) -> Made | str:
     seen = subject.seen
-    rows = seen.features.reshape(-1, seen.features.shape[-1])
+    rows = np.concatenate([x.reshape(-1, x.shape[-1]) for x in seen.features])
     components, shares = principal_components(rows, 3)
     if len(components) < 3:
         return f"its {len(rows)} patches span fewer than three directions; give more images"
     projected = (rows - rows.mean(axis=0, keepdims=True)) @ components.T
-    projected = projected.reshape(*seen.features.shape[:3], 3)
-    figure = plots.draw_features(seen.images, projected)
-    return figure, {"components": projected, "share_of_variance": shares} | seen.shown
+    ends = np.cumsum([x.shape[0] * x.shape[1] for x in seen.features])
+    parts = zip(np.split(projected, ends[:-1]), seen.features, strict=True)
+    made = [part.reshape(*x.shape[:2], 3) for part, x in parts]
+    made = made if isinstance(seen.features, list) else np.stack(made)
+    figure = plots.draw_features(seen.images, made)
+    return figure, {"components": made, "share_of_variance": shares} | seen.shown
 
 
 def _norms(subject: Subject) -> Made:
-    table = norm_table(subject.seen.norms, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
+    table = norm_table(subject.seen, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
     rows = enumerate(zip(*table.values(), strict=True))
     figure = plots.draw_norms(table, OUTLIER_FACTOR)
     return figure, [("layer", *table), *((i, *row) for i, row in rows)]
@@ -266,7 +276,11 @@ def draw_figures(
     return {"figures": written, "left_out": reasons}
 
 
-def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
+def _npz(arrays: Mapping[str, Any]) -> bytes:
+    """The file of these arrays; a list gives NAME_1, NAME_2, ..."""
+    content, named = io.BytesIO(), {}
+    for name, x in arrays.items():
+        is_list = isinstance(x, list)
+        named |= {f"{name}_{i}": own for i, own in enumerate(x, 1)} if is_list else {name: x}
+    np.savez_compressed(content, **named)
     return content.getvalue()

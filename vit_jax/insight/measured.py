@@ -11,59 +11,74 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images, Pictures
 from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
 from vit_jax.inference.outputs import check_size, computed
 from vit_jax.insight import attention_maps as maps
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.own_shapes import mean_of_first
 from vit_jax.models.watched import as_map, watch
 from vit_jax.transfer.pretrained import Pretrained
 
 MIN_IMAGES = 4  # of a batch, for the unbiased estimate of the alignment
+
+Maps = np.ndarray | list[np.ndarray]
+
+# Of a picture in its own shape: from patches, in one row, to rows r and columns c of them.
+_MAPS = {"images": "(r c) p q k -> (r p) (c q) k", "features": "(r c) d -> r c d",
+         "rollouts": "1 (r c) -> r c", "heads": "l h 1 (r c) -> l h r c"}  # fmt: skip
 
 
 @dataclasses.dataclass
 class Measured:
     """Measurements of a model on I readable images; the first few of them are shown.
 
+    Pictures in their own shape give lists of n arrays in place of arrays (n, ...).
+
     names: of all images; the shown ones come first.
     norms: for each layer the lengths of its output's tokens (I, N), prefix tokens first.
-    grams: for each batch `gram_matrix` of every layer, (L, B, B).
+    grams: for each batch `gram_matrix` of every layer, (L, B, B); of pictures in their own shape,
+      whose tokens differ in number, of the means over the tokens.
     images: the shown images as the model gets them, uint8 (n, height, width, C).
     features: (n, rows, columns, D): the patches of the encoder's output.
     distances, entropies, shares: (I, L, H), see `attention_maps`; None: no attention.
     rollouts: (n, rows, columns); heads: (n, L, H, rows, columns); None: no attention.
+    grids: int32 (I, 2), rows and columns of patches of pictures in their own shape; tokens of
+      `norms` after them do not count. None: all images have the model's grid.
     """
 
     names: list[str]
     norms: list[np.ndarray]
     grams: list[np.ndarray]
-    images: np.ndarray
-    features: np.ndarray
+    images: Maps
+    features: Maps
     distances: np.ndarray | None = None
     entropies: np.ndarray | None = None
     shares: np.ndarray | None = None
-    rollouts: np.ndarray | None = None
-    heads: np.ndarray | None = None
+    rollouts: Maps | None = None
+    heads: Maps | None = None
+    grids: np.ndarray | None = None
 
     @property
-    def shown(self) -> dict[str, np.ndarray]:
+    def shown(self) -> dict[str, Maps]:
         """The shown images and their names."""
         return {"image": self.images, "name": np.array(self.names[: len(self.images)])}
 
 
 def with_size(pretrained: Pretrained) -> nn.Module:
-    """The model for images of the size of its spec, whose maps are of one size.
+    """The model for images of the size of its spec, or for pictures in their own shape.
 
     Raises:
       InputError: if the source states none, so that one must be chosen.
     """
     check_size(pretrained)
     model = pretrained.model.clone(image_size=pretrained.spec.image_size)
-    return with_known(model, max_tokens=None)
+    return model if pretrained.spec.rule is not None else with_known(model, max_tokens=None)
 
 
 def measure(
@@ -109,42 +124,76 @@ def measure(
         if i == 0:
             few = kept[kept < shown]
             first = {name: np.asarray(x)[few] for name, x in results["shown"].items()}
-            first["images"] = batch["image"][few]
+            first["images"] = jax.tree.leaves(batch["image"])[0][few]  # or patches
     if not len(first["images"]):
         raise InputError("none of the first images could be read; give others")
     whole = jax.tree.map(lambda *batches: np.concatenate(batches), *each)
+    if "grids" in whole:
+        for name, x in first.items():
+            first[name] = [_in_shape(name, *own) for own in zip(x, whole["grids"], strict=False)]
     return Measured(names=names, grams=grams, **whole, **first)
+
+
+def _in_shape(name: str, x: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """The part `name` of `Measured` for a picture, from its patches in one row."""
+    (r, c), pattern = grid, _MAPS[name]
+    own = x[..., : r * c] if pattern.endswith(" r c") else x[: r * c]
+    return rearrange(own, pattern, r=r, c=c)
+
+
+def _tokens_of(model: Any, images: Images, shown: int) -> tuple[Any, ...]:
+    """The tokens of images, for `make_program`.
+
+    Returns:
+      (grid, distances, shares): as in `attention_maps`. Of pictures, the grid has their patches in
+        one row, with padding, and the shares are those of the first `shown`.
+      real: (B, N), which tokens are no padding; None: all.
+      per_token, per_patch: (B, 1), tokens with padding for each real one, and so patches.
+    """
+    if not isinstance(images, Pictures):
+        distances = maps.patch_distances(model.grid, model.token_stride)
+        return model.grid, distances, maps.token_shares(model), None, 1.0, 1.0
+    _, most, height, width, _ = images.shape
+    prefix, counts = model.num_prefix_tokens, images.counts[:, None]
+    in_row = model.clone(image_size=(height, most * width), max_tokens=None)
+    real = np.arange(prefix + most)[None] < prefix + counts
+    shares = (maps.token_shares(in_row)[None] * real)[:shown]
+    shares /= shares.sum(axis=1, keepdims=True)
+    distances = maps.patch_distances(images, model.patch_size)
+    return in_row.grid, distances, shares, real, (prefix + most) / (prefix + counts), most / counts
 
 
 def make_program(
     model: nn.Module, spec: Any, shown: int
 ) -> Callable[[tree.Params, tree.ModelState, jax.Array], dict[str, Any]]:
-    """The jitted function for `measure`: variables and uint8 images (B, H, W, C) to measurements.
+    """The jitted function for `measure`: variables and uint8 images (B, H, W, C), or pictures.
+
+    Padding of pictures counts nowhere. The Gram matrices are of the mean of each picture's tokens.
 
     The attention weights of a layer are reduced before the next layer's are needed.
     """
     has_attention = about(model).why_no_weights is None
-    grid, num_prefix = model.grid, model.num_prefix_tokens
-    if has_attention:
-        distances = maps.patch_distances(grid, model.token_stride)
-        token_shares = maps.token_shares(model)
 
     @jax.jit
     def program(
-        params: tree.Params, model_state: tree.ModelState, images: jax.Array
+        params: tree.Params, model_state: tree.ModelState, images: Images
     ) -> tuple[Any, ...]:
         x = to_value_range(images, spec.mean, spec.std)
-        rolled = []
+        rolled, counts = [], images.counts if isinstance(images, Pictures) else None
+        if has_attention:
+            grid, distances, shares, real, per_token, per_patch = _tokens_of(model, images, shown)
 
         def see(weights: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+            if real is not None:
+                weights = jnp.where(real[:, None, :, None], weights, 0)
             few = weights[:shown]
             rolled.append(maps.rollout_step(few, rolled[-1] if rolled else None))
             by_head = {
-                "distances": maps.mean_distance(weights, distances),
-                "entropies": maps.mean_entropy(weights),
-                "shares": maps.prefix_share(weights, num_prefix),
+                "distances": maps.mean_distance(weights, distances) * per_patch,
+                "entropies": maps.mean_entropy(weights) * per_token,
+                "shares": maps.prefix_share(weights, model.num_prefix_tokens) * per_patch,
             }
-            return by_head, maps.over_patches(few, token_shares, grid)
+            return by_head, maps.over_patches(few, shares, grid)
 
         each, few = {}, {}
         with watch() as found:
@@ -153,13 +202,16 @@ def make_program(
                 by_head, heads = zip(*seen, strict=True)
                 each = jax.tree.map(lambda *of_layers: jnp.stack(of_layers, axis=1), *by_head)
                 few["heads"] = jnp.stack(heads, axis=1)
-                few["rollouts"] = maps.over_patches(rolled[-1], token_shares, grid)
+                few["rollouts"] = maps.over_patches(rolled[-1], shares, grid)
             else:
                 layers.layer_outputs(model, params, x, model_state)
         outputs = [layer.astype(jnp.float32) for layer in found.layers]
         lengths = [jnp.linalg.norm(layer, axis=-1) for layer in outputs]
         each["norms"] = [norm.reshape(len(norm), -1) for norm in lengths]
-        few["features"] = as_map(model, found.tokens[:shown], spec.image_size)
+        if counts is not None:
+            each["grids"] = images.grid
+            outputs = [mean_of_first(layer, model.num_prefix_tokens + counts) for layer in outputs]
+        few["features"] = as_map(model, found.tokens, spec.image_size, counts)[:shown]
         few = {name: values.astype(jnp.float32) for name, values in few.items()}
         return {"each": each, "shown": few, "grams": jnp.stack([*map(gram_matrix, outputs)])}
 
@@ -224,7 +276,7 @@ def _centred(grams_LBB: np.ndarray) -> np.ndarray:
     return grams.reshape(len(grams), -1) / np.sqrt(num * (num - 3))
 
 
-def norm_table(norms: list[np.ndarray], num_prefix: int, factor: float) -> dict[str, np.ndarray]:
+def norm_table(seen: Measured, num_prefix: int, factor: float) -> dict[str, np.ndarray]:
     """Norms of patches by layer: median, percentiles, largest, share of outliers; prefix tokens.
 
     Outliers are patches longer than `factor` times their layer's median. "prefix" is the mean of
@@ -233,8 +285,10 @@ def norm_table(norms: list[np.ndarray], num_prefix: int, factor: float) -> dict[
     Source: Darcet et al. 2023 (arXiv:2309.16588), section 2.1, for outlier tokens.
     """
     rows = []
-    for of_layer in norms:
+    for of_layer in seen.norms:
         prefix, patches = of_layer[:, :num_prefix], of_layer[:, num_prefix:]
+        if seen.grids is not None:
+            patches = patches[np.arange(patches.shape[1]) < seen.grids.prod(axis=1)[:, None]]
         low, median, high = np.percentile(patches, (5, 50, 95))
         outlier_share = (patches > factor * median).mean()
         of_prefix = prefix.mean() if num_prefix else np.nan

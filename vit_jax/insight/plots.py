@@ -56,6 +56,7 @@ FEW = 20  # rows; a curve of fewer has dots
 _MAX_TILES = 16  # in a row or column of a mosaic
 _MAX_LAYERS = 24
 _MAX_NUMBERS = 12  # of ticks
+_TALLEST = 2.0  # height over width of a panel; taller pictures are drawn narrower
 _NUMBERED = 20  # classes; a confusion matrix of more has no numbers in its cells
 
 
@@ -131,7 +132,7 @@ def _draw_mosaic(
     axes: Axes, tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray, **how: Any
 ) -> AxesImage:
     """Draw tiles (R, C, r, c) with gaps and the numbers of their rows and columns."""
-    gap = max(1, round(max(tiles.shape[2:]) / 10))
+    gap = _gap(tiles)
     padded = np.pad(tiles.astype(float), ((0, 0),) * 2 + ((0, gap),) * 2, constant_values=np.nan)
     mosaic = np.concatenate(list(np.concatenate(list(padded), axis=1)), axis=1)[:-gap, :-gap]
     image = axes.imshow(mosaic, cmap="viridis", vmax=1, interpolation="nearest", **how)
@@ -147,10 +148,15 @@ def _draw_mosaic(
     return image
 
 
+def _gap(tiles: np.ndarray) -> int:
+    """The distance of tiles (R, C, r, c) in a mosaic."""
+    return max(1, round(max(tiles.shape[2:]) / 10))
+
+
 def _aspect(tiles: np.ndarray) -> float:
     """Height over width of a mosaic of tiles (R, C, r, c)."""
-    rows, columns, height, width = tiles.shape
-    return rows * height / (columns * width)
+    (rows, columns, height, width), gap = tiles.shape, _gap(tiles)
+    return rows * (height + gap) / (columns * (width + gap))
 
 
 def draw_filters(components: np.ndarray, shares: np.ndarray, num_filters: int) -> Figure:
@@ -257,12 +263,13 @@ def _draw_panels(
     heads: Sequence[str], rows: Sequence[Sequence[tuple[np.ndarray, dict[str, Any]]]], label: str
 ) -> Figure:
     """Rows of images under the titles `heads`, and a colour bar with `label` for the last one."""
-    height, width = rows[0][0][0].shape[:2]
-    side = (WIDTH - 0.06 * len(heads)) / len(heads) * height / width
-    figure = _figure(0.55 + len(rows) * (side + 0.05))
-    panels = figure.subplots(len(rows), len(heads), squeeze=False)
+    shapes = [row[0][0].shape[:2] for row in rows]
+    width = (WIDTH - 0.06 * len(heads)) / len(heads)
+    sides = [width * min(rows / columns, _TALLEST) for rows, columns in shapes]
+    figure = _figure(0.55 + sum(sides) + 0.05 * len(rows))
+    panels = figure.subplots(len(rows), len(heads), squeeze=False, height_ratios=sides)
     image = None
-    for row, row_axes in zip(rows, panels, strict=True):
+    for row, (height, width), row_axes in zip(rows, shapes, panels, strict=True):
         for (content, how), axes in zip(row, row_axes, strict=True):
             shown = axes.imshow(content, extent=(0, width, height, 0), **how)
             image = shown if "cmap" in how else image
@@ -274,36 +281,34 @@ def _draw_panels(
     return figure
 
 
-def draw_rollouts(images: np.ndarray, maps: np.ndarray, where: str) -> Figure:
+def draw_rollouts(images: Sequence[np.ndarray], maps: Sequence[np.ndarray], where: str) -> Figure:
     """Attention rollout beside each image, as heat and as a mask.
 
-    `images`: uint8 (n, H, W, C); `maps`: (n, rows, columns); `where` the tokens it starts from.
+    `images`: n of uint8 (H, W, C); `maps`: n of (rows, columns); `where` the tokens it starts from.
     """
-    images = as_rgb(images)
-    shares = maps / np.maximum(maps.max(axis=(1, 2), keepdims=True), 1e-30)
-    heat = {"cmap": "viridis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
-    masks = np.asarray(jax.image.resize(shares, images.shape[:3], "bilinear"))[..., None]
-    rows = [
-        [(image, {}), (share, heat), (np.uint8(image * mask), {})]
-        for image, share, mask in zip(images, shares, masks, strict=True)
-    ]
+    heat, rows = {"cmap": "viridis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}, []
+    for image, own in zip(map(as_rgb, images), maps, strict=True):
+        share = own / np.maximum(own.max(), 1e-30)
+        mask = np.asarray(jax.image.resize(share, image.shape[:2], "bilinear"))[..., None]
+        rows.append([(image, {}), (share, heat), (np.uint8(image * mask), {})])
     label = f"rollout from the {where} (share of the largest)"
     return _draw_panels(("image", "rollout", "as a mask"), rows, label)
 
 
-def draw_features(images: np.ndarray, components: np.ndarray) -> Figure:
-    """The first three principal components (n, rows, columns, 3) of patch features.
+def draw_features(images: Sequence[np.ndarray], components: Sequence[np.ndarray]) -> Figure:
+    """The first three principal components, n of (rows, columns, 3), of patch features.
 
     Together as red, green and blue, and each by itself; scaled from the 2nd to the 98th percentile
     over all images.
     """
-    low, high = np.percentile(components, (2, 98), axis=(0, 1, 2))
-    scaled = np.clip((components - low) / np.maximum(high - low, 1e-30), 0, 1)
+    of_patches = np.concatenate([x.reshape(-1, 3) for x in components])
+    low, high = np.percentile(of_patches, (2, 98), axis=0)
+    scaled = [np.clip((x - low) / np.maximum(high - low, 1e-30), 0, 1) for x in components]
     one = {"cmap": "cividis", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     rows = [
         [(image, {}), (colours, {"interpolation": "nearest"})]
         + [(colours[..., i], one) for i in range(3)]
-        for image, colours in zip(as_rgb(images), scaled, strict=True)
+        for image, colours in zip(map(as_rgb, images), scaled, strict=True)
     ]
     heads = ("image", "1-3 as RGB", "1", "2", "3")
     return _draw_panels(heads, rows, "component (2nd to 98th percentile)")

@@ -70,7 +70,7 @@ def plain_attention(
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
     if bias_BHNM is not None:
         scores_BHNM += bias_BHNM
-    scores_BHNM = _hide_padding(scores_BHNM, num_keys_B)
+    scores_BHNM = hide_padding(scores_BHNM, num_keys_B)
     weights_BHNM = jax.nn.softmax(scores_BHNM, axis=-1)
     weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout)
     return jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK)
@@ -114,7 +114,7 @@ def _attend_forward(
     scores_BHNM = jnp.einsum("bhnk,bhmk->bhnm", q_BHNK, k_BHMK)
     if bias_BHNM is not None:
         scores_BHNM += bias_BHNM
-    scores_BHNM = _hide_padding(scores_BHNM, num_keys_B)
+    scores_BHNM = hide_padding(scores_BHNM, num_keys_B)
     weights_BHNM = jnp.exp(scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True))
     sum_BHN1 = weights_BHNM.sum(axis=-1, keepdims=True, dtype=jnp.float32)
     dropped_BHNM = _drop(weights_BHNM, kept_BHNM, dropout)
@@ -145,7 +145,7 @@ def _attend_backward(
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _hide_padding(scores_BHNM: jax.Array, num_keys_B: jax.Array | None) -> jax.Array:
+def hide_padding(scores_BHNM: jax.Array, num_keys_B: jax.Array | None) -> jax.Array:
     """The logits, -inf for keys from `num_keys_B` on; such a key gets no gradient either."""
     if num_keys_B is None:
         return scores_BHNM

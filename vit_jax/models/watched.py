@@ -10,6 +10,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 
 from vit_jax.models.efficientnet import MBConv
@@ -71,9 +73,19 @@ def watch() -> Iterator[Outputs]:
         yield outputs
 
 
-def as_map(model: nn.Module, x: jax.Array, image_size: tuple[int, int]) -> jax.Array:
-    """The patches of tokens (B, N, D) as a map (B, rows, columns, D); maps are returned as is."""
+def as_map(
+    model: nn.Module, x: jax.Array, image_size: tuple[int, int], counts_B: jax.Array | None = None
+) -> jax.Array:
+    """The patches of tokens (B, N, D) as a map (B, rows, columns, D); maps are returned as is.
+
+    Pictures in their own shape have `counts_B` patches, and no map: their patches (B, S, D), then
+    NaN.
+    """
     if x.ndim == 4:
         return x
+    patches = x[:, model.num_prefix_tokens :]
+    if counts_B is not None:
+        real_BS = np.arange(patches.shape[1])[None] < counts_B[:, None]
+        return jnp.where(real_BS[..., None], patches, jnp.nan)
     rows, columns = model.clone(image_size=image_size).grid
-    return rearrange(x[:, model.num_prefix_tokens :], "b (r c) d -> b r c d", r=rows, c=columns)
+    return rearrange(patches, "b (r c) d -> b r c d", r=rows, c=columns)

@@ -98,6 +98,8 @@ class BlockSample(NamedTuple):
     x, grad: its input, and the gradient of its output: (images, N, D), N with padding, float32.
     turns: (1, N, K), where tokens have rotary positions.
     num_tokens: without padding.
+    num_keys: int32 (images,), the tokens of each that count, of a model for pictures in their own
+      shape; None: all.
     """
 
     block: nn.Module
@@ -107,6 +109,7 @@ class BlockSample(NamedTuple):
     grad: jax.Array
     turns: jax.Array | None
     num_tokens: int
+    num_keys: jax.Array | None
 
     def run(self, block: nn.Module, *, train: bool = False) -> dict[str, Any]:
         """The output and the gradients of `block`, this one or another form of it."""
@@ -114,11 +117,16 @@ class BlockSample(NamedTuple):
         taken = self.x.shape[1] if is_padded else self.num_tokens
         turned = None if self.turns is None else self.turns[:, :taken]
         rngs = {"dropout": jax.random.key(1)} if train else None
+        context = Context(turns=turned, num_keys_B=self.num_keys)
 
         def apply(params: tree.Params, x: jax.Array) -> jax.Array:
-            args = x[:, :taken].astype(block.dtype), 0.0, train, Context(turns=turned)
+            args = x[:, :taken].astype(block.dtype), 0.0, train, context
             out, _ = block.apply({"params": params}, *args, rngs=rngs)
-            return out[:, : self.num_tokens].astype(jnp.float32)
+            out = out[:, : self.num_tokens].astype(jnp.float32)
+            if self.num_keys is None:
+                return out
+            counts = jnp.arange(self.num_tokens)[None] < self.num_keys[:, None]
+            return jnp.where(counts[..., None], out, 0)
 
         out, vjp = jax.vjp(apply, self.params, self.x)
         grad_params, grad_x = vjp(self.grad[:, : self.num_tokens])
@@ -159,7 +167,10 @@ def sample_block(
         half = model.width // model.num_heads // 2
         angles = jax.random.uniform(keys[2], (1, padded, half), maxval=6.0)
         turns = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=2)
-    return BlockSample(block, of_block, params, x, grad, turns, num_tokens)
+    num_keys = None
+    if about(model).max_tokens is not None:
+        num_keys = num_tokens - (jnp.arange(images) + 1) % 4 * (num_tokens // 4)
+    return BlockSample(block, of_block, params, x, grad, turns, num_tokens, num_keys)
 
 
 def _tokens_of(model: nn.Module) -> int:
