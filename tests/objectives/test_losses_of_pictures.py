@@ -11,6 +11,7 @@ from numpy_vit import random_params
 
 from vit_jax.base.pictures import Pictures, cut_out
 from vit_jax.config import OBJECTIVES
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.image_table import on_canvas
 from vit_jax.models import create_model
 from vit_jax.models.own_shapes import squash
@@ -18,6 +19,7 @@ from vit_jax.models.patches import extract_patches
 from vit_jax.objectives.contract import RunFacts, Teacher
 from vit_jax.objectives.losses import cross_entropy
 from vit_jax.objectives.mae import Mae, _Mae
+from vit_jax.run.setup.validation import find_faults
 
 GRIDS, MOST, PATCH = ((2, 5), (3, 3), (4, 1), (1, 1)), 11, 4
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -142,15 +144,35 @@ def test_teachers_see_the_same_patches(name):
     assert kept[0] != found
 
 
-@pytest.mark.parametrize("model", ["ViT-mu/2", "BiT-R50x1"])
-def test_a_teacher_of_other_patches_is_refused(model):
-    other = create_model(model, 5, 12)
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("ViT-mu/2", {}),
+        ("BiT-R50x1", {}),
+        ("R50+ViT-B/16", {}),
+        ("ViT-mu/4", {"pos_embed": "relative"}),
+    ],
+)
+def test_a_teacher_of_other_patches_is_refused(model, fields):
+    other = create_model(model, 5, 32, **fields)
     teacher = Teacher("t", 1.0, other, {}, *IMAGENET)
     facts = RunFacts(*IMAGENET, (teacher,))
     with at_fault("objective.teacher"):
         OBJECTIVES.make({"name": "distillation", "teacher": "t"}).bind(
             network(5, max_tokens=MOST), cross_entropy, facts
         )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"objective.name": "mae"},
+     {"objective.name": "distillation", "objective.teacher": "t", "objective.mode": "features",
+      "objective.features": "tokens"}],
+)  # fmt: skip
+def test_where_single_patches_count_rows_of_several_pictures_are_refused(words):
+    config = load_config("folder:packed,debug")
+    assert not apply_overrides(config, [*words.items()])
+    assert any(fault.startswith("data.pack=") for fault in find_faults(config))
 
 
 def test_pictures_are_drawn_and_squashed_as_images():

@@ -15,6 +15,7 @@ from vit_jax.models.block_ops import BlockOps, RowKernels
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.fast_block import FastBlock
 from vit_jax.objectives.contract import TokenPass
+from vit_jax.objectives.mae import Mae, _Mae
 from vit_jax.run.watch import kernel_check
 from vit_jax.run.watch.kernel_check import check_kernels
 
@@ -65,8 +66,8 @@ def test_recomputed_layers_are_checked_in_their_own_form(fields, keeps, mesh, mo
     assert checked == keeps
 
 
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_padding_of_pictures_is_checked(mesh, skipped):
+@pytest.mark.parametrize(("skipped", "decoder"), [(0, False), (1, False), (1, True)])
+def test_padding_of_pictures_is_checked(mesh, skipped, decoder):
     """A form without a kernel in its place, that may count one token too many."""
 
     def kernel(qkv, biases, turns, num_keys):
@@ -74,6 +75,8 @@ def test_padding_of_pictures_is_checked(mesh, skipped):
         return plain_attention(*qkv, num_keys_B=num_keys + skipped)
 
     model = create_model("ViT-Ti/16", 5, 16, max_tokens=12, **SIZES).clone(constrain=constrain)
+    if decoder:
+        model = _Mae(model, Mae(decoder_width=32, decoder_depth=1, decoder_heads=2)).decoder
     model = model.clone(ops=BlockOps(attention_kernel=kernel, token_multiple=8))
     with at_fault("model.kernels") if skipped else nullcontext():
         check_kernels([TokenPass(model)], mesh)

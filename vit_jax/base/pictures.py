@@ -44,9 +44,9 @@ Images = jax.Array | Pictures
 
 
 def cut_out(images: Any) -> list[np.ndarray]:
-    """Each image of arrays on the host alone, (height, width, channels); pictures keep their shape.
+    """The images of a batch on the host, one by one, each (height, width, channels).
 
-    `images`: (B, H, W, channels), or `Pictures`.
+    Pictures keep their shape. `images`: (B, H, W, channels), or `Pictures`.
     """
     if not isinstance(images, Pictures):
         return [*images]

@@ -34,13 +34,16 @@ def on_all(read: Callable[[], T]) -> T:
     blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
     verdict = np.int32(0 if fault is None else 1 if blameless else 2)
     verdicts = multihost_utils.process_allgather(verdict).ravel().tolist()
-    if fault is not None and blameless:
-        raise fault
-    if 1 in verdicts:
-        raise RuntimeError(f"process {verdicts.index(1)} could not read the checkpoints")
-    if fault is not None:
-        first_line = (str(fault).strip() or repr(fault)).splitlines()[0]
-        raise InvalidError(f"{type(fault).__name__}: {first_line}") from fault
+    try:
+        if fault is not None and blameless:
+            raise fault
+        if 1 in verdicts:
+            raise RuntimeError(f"process {verdicts.index(1)} could not read the checkpoints")
+        if fault is not None:
+            first_line = (str(fault).strip() or repr(fault)).splitlines()[0]
+            raise InvalidError(f"{type(fault).__name__}: {first_line}") from fault
+    finally:
+        fault = None  # its traceback holds this frame, and what the callers have read
     if any(verdicts):
         raise InvalidError(f"process {verdicts.index(2)} cannot read its part")
     return cast(T, result)

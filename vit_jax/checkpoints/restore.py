@@ -98,14 +98,16 @@ def _restore(
 
 
 def _groups(target: Any, keep: bool) -> Iterator[list[str]]:
-    """The names of the leaves of `target`, the largest first: little is held beside their copies.
+    """The names of the leaves of `target` in groups, the largest first.
 
-    A group has one leaf, or at most _GROUP_BYTES; of leaves to keep, at least a sixteenth of all.
+    A group is one leaf, or several of at most _GROUP_BYTES together, so that few bytes are in host
+    memory at once. With `keep` that limit is at least a sixteenth of the state: each group costs
+    time.
     """
     sizes = {
         name: leaf.size * leaf.dtype.itemsize for name, leaf in tree.flatten_names(target).items()
     }
-    most = max(_GROUP_BYTES, keep * sum(sizes.values()) // 16)
+    most = max(_GROUP_BYTES, sum(sizes.values()) // 16) if keep else _GROUP_BYTES
     group: list[str] = []
     filled = 0
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
@@ -114,7 +116,8 @@ def _groups(target: Any, keep: bool) -> Iterator[list[str]]:
             group, filled = [], 0
         group.append(name)
         filled += sizes[name]
-    yield group
+    if group:
+        yield group
 
 
 def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
@@ -149,7 +152,7 @@ def _read_leaves(step_dir: epath.Path, target: Any, names: Sequence[str]) -> dic
             ),
         )
     leaves = tree.flatten_names(jax.block_until_ready(restored))
-    gc.collect(0)  # JAX lets go of the arrays in host memory, which it has copied
+    gc.collect(0)  # JAX holds the arrays that it has copied to devices in reference cycles
     return {name: leaves[name] for name in names}
 
 

@@ -203,8 +203,10 @@ def place(array: np.ndarray | Lazy, sharding: NamedSharding) -> jax.Array:
             parts[key] = array[index]
         return parts[key]
 
-    placed = jax.block_until_ready(jax.make_array_from_callback(array.shape, sharding, part))
-    gc.collect(0)  # JAX lets go of the parts, which it has copied
+    placed = jax.make_array_from_callback(array.shape, sharding, part)
+    if isinstance(array, Lazy):
+        jax.block_until_ready(placed)
+        gc.collect(0)  # JAX holds the parts that it has copied in reference cycles
     return placed
 
 

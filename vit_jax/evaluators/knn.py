@@ -133,7 +133,10 @@ class Knn(FeatureEvaluator):
 
 
 class Pixels(nn.Module):
-    """A model whose features are the pixels of the image, made at most 16 pixels high and wide."""
+    """A model whose features are the pixels of the image, made at most 16 pixels high and wide.
+
+    Pictures in their own shape get 16 x 16 pixels.
+    """
 
     def features(self, images: Images, train: bool) -> jax.Array:
         """(B, H, W, C), or pictures of any shape, -> (B, D)."""

@@ -91,7 +91,7 @@ def _check_objective(settings: Settings, objective: ObjectivePart, faults: Fault
         f"data.keep_features=True: objective.name={name!r} reads images; set it to False",
     )
     faults.need(
-        settings.model.patch_sizes is None or objective.takes_pictures,
+        settings.model.patch_sizes is None or objective.takes_patch_sizes,
         f"objective.name={name!r}: learns from patches of one size; set "
         "--config.model.patch_sizes=None",
     )

@@ -4,6 +4,7 @@ Axes: I images, L and M layers, H heads, N tokens, B images of a batch, D width,
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +12,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.base.pictures import Images, Pictures
+from vit_jax.base.pictures import Images, Pictures, cut_out
 from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
-from vit_jax.inference.outputs import check_size, computed
+from vit_jax.inference.outputs import check_size, computed, in_own_shape
 from vit_jax.insight import attention_maps as maps
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.own_shapes import mean_of_first
@@ -28,10 +28,6 @@ from vit_jax.transfer.pretrained import Pretrained
 MIN_IMAGES = 4  # of a batch, for the unbiased estimate of the alignment
 
 Maps = np.ndarray | list[np.ndarray]
-
-# Of a picture in its own shape: from patches, in one row, to rows r and columns c of them.
-_MAPS = {"images": "(r c) p q k -> (r p) (c q) k", "features": "(r c) d -> r c d",
-         "rollouts": "1 (r c) -> r c", "heads": "l h 1 (r c) -> l h r c"}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -124,21 +120,22 @@ def measure(
         if i == 0:
             few = kept[kept < shown]
             first = {name: np.asarray(x)[few] for name, x in results["shown"].items()}
-            first["images"] = jax.tree.leaves(batch["image"])[0][few]  # or patches
+            images = jax.tree.map(lambda x, few=few: x[few], batch["image"])
+            first["images"] = cut_out(images) if isinstance(images, Pictures) else images
     if not len(first["images"]):
         raise InputError("none of the first images could be read; give others")
     whole = jax.tree.map(lambda *batches: np.concatenate(batches), *each)
     if "grids" in whole:
-        for name, x in first.items():
-            first[name] = [_in_shape(name, *own) for own in zip(x, whole["grids"], strict=False)]
+        grids = whole["grids"][: len(first["images"])]
+        of_tokens = functools.partial(in_own_shape, num_prefix=0)
+        for name in first.keys() - {"images"}:
+            first[name] = [*map(of_tokens if name == "features" else _map_of, first[name], grids)]
     return Measured(names=names, grams=grams, **whole, **first)
 
 
-def _in_shape(name: str, x: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """The part `name` of `Measured` for a picture, from its patches in one row."""
-    (r, c), pattern = grid, _MAPS[name]
-    own = x[..., : r * c] if pattern.endswith(" r c") else x[: r * c]
-    return rearrange(own, pattern, r=r, c=c)
+def _map_of(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """A picture's map (..., rows, columns) of values (..., 1, N): its patches, then padding."""
+    return x[..., 0, : grid[0] * grid[1]].reshape(*x.shape[:-2], *grid)
 
 
 def _tokens_of(model: Any, images: Images, shown: int) -> tuple[Any, ...]:

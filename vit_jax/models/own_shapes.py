@@ -55,7 +55,7 @@ def squash(pictures: Pictures, side: int) -> jax.Array:
         weights_BNpS = FILTERS["bilinear"](jnp.abs(far_BNpS) / jnp.maximum(stretch_B111, 1))
         by_axis.append(jnp.where(place_BN11 < of_grid_B111, weights_BNpS, 0))
     summed, totals = (
-        jnp.einsum("bnpqc,bnpy,bnqx->byxc", values, *by_axis)
+        jnp.einsum("bnpqc,bnpy,bnqx->byxc", values, *by_axis, precision="highest")
         for values in (pictures.patches, jnp.ones((*pictures.shape[:-1], 1)))
     )
     return summed / totals

@@ -67,6 +67,7 @@ class Captions(Contrastive):
 
     writes_captions = True
     takes_pictures = False  # the decoder would attend to padding
+    takes_patch_sizes = False
     takes_features = False  # it reads tokens
 
     @property

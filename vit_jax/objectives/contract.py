@@ -238,6 +238,7 @@ class ObjectivePart(sections.Objective, Part):
     splits_unasked: whether a batch may be computed in microbatches unasked. The loss of a row, and
       what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
     takes_pictures: whether it also learns from `Pictures`, by `data.max_tokens`.
+    takes_patch_sizes: whether its steps may have patches of several sizes, `model.patch_sizes`.
     takes_features: whether it also learns from the features of images, by `data.keep_features`.
     needs_average: as in `Objective`; then no optimizer with an average of its own is let pass.
     split_params: of its own parameters and states, as `models.contract.Model.split_params`.
@@ -245,6 +246,7 @@ class ObjectivePart(sections.Objective, Part):
 
     splits_unasked = False
     takes_pictures = False
+    takes_patch_sizes = False
     takes_features = False
     needs_average = False
     split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()

@@ -74,6 +74,7 @@ class Contrastive(ObjectivePart):
     )  # fmt: skip
 
     takes_pictures = True
+    takes_patch_sizes = True
     takes_features = True
 
     @property

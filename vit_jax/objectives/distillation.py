@@ -136,7 +136,8 @@ class Distillation(ObjectivePart):
         faults.need(
             settings.data.pack is None or (self.features or "pooled") == "pooled",
             f"data.pack={settings.data.pack}: objective.features={self.features!r} compares "
-            "patches, which rows of several pictures mix; set it to None",
+            "patches of one picture a row; set --config.data.pack=None or "
+            "--config.objective.features=pooled",
         )
         return faults
 
@@ -209,22 +210,27 @@ def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
     Raises:
       InputError: it cannot take the student's patches.
     """
-    where, faults, most = (
-        f"objective.teacher={teacher.source!r}: ",
-        Faults(),
-        about(model).max_tokens,
-    )
-    its = faults.check_in(where, with_known, teacher.model, max_tokens=most, pack=None)
-    if its is not None and most is not None:
-        has, needed = getattr(about(its), "token_stride", None), about(model).token_stride
-        faults.need(
-            about(its).max_tokens == most and has == needed,
-            f"{where}a {type(its).__name__} with patches of {has} pixels does not take pictures "
-            f"in patches of {needed}; choose a ViT with such patches, or set "
-            "--config.data.max_tokens=None",
+    most = about(model).max_tokens
+    if most is None:
+        return teacher._replace(model=with_known(teacher.model, max_tokens=None))
+    where = f"objective.teacher={teacher.source!r}: a {type(teacher.model).__name__}"
+    remedy = "or set data.image_size and --config.data.max_tokens=None"
+    try:
+        its = with_known(teacher.model, max_tokens=most, pack=None)
+    except InputError:
+        its = teacher.model
+    if about(its).max_tokens != most:
+        raise InputError(
+            f"{where} with such positions takes images of one size; choose a ViT with learned_1d, "
+            f"sincos_2d or rotary positions, {remedy}"
         )
-    collect_faults(faults)
-    return teacher._replace(model=cast(nn.Module, its))
+    has, needed = about(its).token_stride, about(model).token_stride
+    if has != needed:
+        raise InputError(
+            f"{where} with patches of {has} pixels, but the student's have {needed}; choose a "
+            f"teacher with such patches, {remedy}"
+        )
+    return teacher._replace(model=its)
 
 
 def as_seen_by(teacher: Teacher, images: Images, facts: RunFacts) -> Images:

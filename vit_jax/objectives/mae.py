@@ -63,7 +63,7 @@ class Decoder(EncoderFields, nn.Module):
     """
 
     grid: tuple[int, int]
-    num_patches: int
+    max_tokens: int | None
     num_prefix: int
     num_outputs: int
 
@@ -103,15 +103,15 @@ class Decoder(EncoderFields, nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prefix + self.num_patches
+        return self.num_prefix + (self.max_tokens or math.prod(self.grid))
 
 
 class Mae(ObjectivePart):
     """Predicts hidden patches from the visible ones, with the decoder as its own parameters.
 
     The loss of an image is the mean squared error over the values of its hidden patches. Only the
-    visible patches, and the prefix tokens, pass through the encoder. Of a picture in its own shape,
-    the same share of its own patches is hidden.
+    visible patches, and the prefix tokens, pass through the encoder. Pictures in their own shape
+    hide this share of their own patches; at least one patch stays visible.
     """
 
     takes_pictures = True
@@ -133,11 +133,11 @@ class Mae(ObjectivePart):
         return faults
 
     def conflicts(self, settings: Settings) -> list[str]:
+        if settings.data.pack is None:
+            return []
         return [
-            f"{key}={value!r}: objective.name='mae' takes patches of one size, and no rows of "
-            "several pictures; set it to None"
-            for key in ("data.pack", "model.patch_sizes")
-            if (value := settings.values.get(key)) is not None
+            f"data.pack={settings.data.pack}: objective.name='mae' encodes one picture a row; set "
+            "--config.data.pack=None"
         ]
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
@@ -205,9 +205,9 @@ class _Mae:
     def decoder(self) -> Decoder:
         """The decoder, in the dtype of the encoder."""
         model = self.model
-        same = ("gelu", "norm", "norm_eps", "dtype", "constrain", "grid", "scan", "remat")
+        same = ("gelu", "norm", "norm_eps", "dtype", "constrain", "grid", "max_tokens", "scan",
+                "remat")  # fmt: skip
         decoder = Decoder(
-            num_patches=self.num_patches,
             num_heads=self.keys.decoder_heads,
             mlp_dim=self.keys.decoder_mlp_dim or 4 * self.keys.decoder_width,
             num_prefix=model.num_prefix_tokens,

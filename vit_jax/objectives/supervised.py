@@ -27,6 +27,7 @@ class Supervised(ObjectivePart):
     learns_labels = True
     splits_unasked = True
     takes_pictures = True
+    takes_patch_sizes = True
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         def loss_of_batch(
