@@ -4,34 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from padded import MOST, PATCH, as_pictures
 
 from vit_jax import create_model
 from vit_jax.base.errors import InputError
-from vit_jax.base.pictures import Pictures
 from vit_jax.devices.kernels import tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.dot_product import dot_product_attention, plain_attention
-from vit_jax.models.patches import count_kept_of, draw_among, extract_patches
+from vit_jax.models.patches import count_kept_of, draw_among
 from vit_jax.planning.kernel_cycles import has_kernel
 from vit_jax.transfer.resample import resample_grid
 
-GRIDS, MOST, PATCH = ((2, 5), (3, 3), (1, 1)), 11, 4
+GRIDS = ((2, 5), (3, 3), (1, 1))
 SIZES = {"width": 32, "depth": 1, "mlp_dim": 48, "num_heads": 2, "patch_size": PATCH}
 
 
 def make_images():
     rng = np.random.default_rng(0)
     return [rng.normal(size=(1, r * PATCH, c * PATCH, 3)).astype(np.float32) for r, c in GRIDS]
-
-
-def as_pictures(images, padding=0.0):
-    """The images as one batch; `padding` fills the places behind a picture's patches."""
-    patches = np.full((len(images), MOST, PATCH * PATCH * 3), padding, np.float32)
-    for row, image in zip(patches, images, strict=True):
-        cut = extract_patches(image, (PATCH, PATCH))[0]
-        row[: len(cut)] = cut
-    shape = (len(images), MOST, PATCH, PATCH, 3)
-    return Pictures(jnp.asarray(patches.reshape(shape)), jnp.asarray(GRIDS, jnp.int32))
 
 
 def make(image_size=(12, 12), **fields):

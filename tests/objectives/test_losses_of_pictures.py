@@ -8,34 +8,24 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from numpy_vit import random_params
+from padded import MOST, PATCH, as_pictures
 
-from vit_jax.base.pictures import Pictures, cut_out
+from vit_jax.base.pictures import cut_out
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.image_table import on_canvas
 from vit_jax.models import create_model
 from vit_jax.models.own_shapes import squash
-from vit_jax.models.patches import extract_patches
 from vit_jax.objectives.contract import RunFacts, Teacher
 from vit_jax.objectives.losses import cross_entropy
 from vit_jax.objectives.mae import Mae, _Mae
 from vit_jax.run.setup.validation import find_faults
 
-GRIDS, MOST, PATCH = ((2, 5), (3, 3), (4, 1), (1, 1)), 11, 4
+GRIDS = ((2, 5), (3, 3), (4, 1), (1, 1))
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RNG = np.random.default_rng(0)
 IMAGES = [RNG.normal(size=(1, r * PATCH, c * PATCH, 3)).astype(np.float32) for r, c in GRIDS]
 KEYS = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
-
-
-def as_pictures(padding):
-    """The images as one batch; `padding` fills the places behind a picture's patches."""
-    patches = np.full((len(GRIDS), MOST, PATCH * PATCH * 3), padding, np.float32)
-    for row, image in zip(patches, IMAGES, strict=True):
-        cut = extract_patches(image, (PATCH, PATCH))[0]
-        row[: len(cut)] = cut
-    shape = (len(GRIDS), MOST, PATCH, PATCH, 3)
-    return Pictures(jnp.asarray(patches.reshape(shape)), jnp.asarray(GRIDS, jnp.int32))
 
 
 def network(num_classes=None, patch=PATCH, **fields):
@@ -49,7 +39,7 @@ def network(num_classes=None, patch=PATCH, **fields):
 def test_mae_hides_a_share_of_each_pictures_own_patches(fields):
     fields = {"depth": 1} | fields
     model, keys = network(max_tokens=MOST, **fields), Mae(mask_ratio=0.6, **KEYS)
-    params, pictures = random_params(model, IMAGES[1]), as_pictures(padding=9.0)
+    params, pictures = random_params(model, IMAGES[1]), as_pictures(IMAGES, 9.0)
     objective = keys.bind(model, None, RunFacts(*IMAGENET))
     params["objective"], _ = jax.jit(objective.init)(jax.random.key(1))
     mae, of_rows = _Mae(model, keys), jax.random.split(jax.random.key(2), len(GRIDS))
@@ -134,12 +124,12 @@ def test_teachers_see_the_same_patches(name):
             {k: v.sum for k, v in sums(row).items()} for row in np.eye(counts, dtype=np.float32)
         ]
 
-    found = losses(as_pictures(9.0), len(GRIDS), max_tokens=MOST)
+    found = losses(as_pictures(IMAGES, 9.0), len(GRIDS), max_tokens=MOST)
     for row, image in enumerate(IMAGES):
         (alone,) = losses(image, 1, image_size=image.shape[1:3])
         assert found[row].keys() == alone.keys()
         np.testing.assert_allclose([*found[row].values()], [*alone.values()], rtol=5e-5)
-    kept = [losses(as_pictures(x), 4, max_tokens=MOST, keep_tokens=0.5) for x in (9.0, 1.0)]
+    kept = [losses(as_pictures(IMAGES, x), 4, max_tokens=MOST, keep_tokens=0.5) for x in (9.0, 1.0)]
     np.testing.assert_allclose(*([[*row.values()] for row in rows] for rows in kept), rtol=1e-6)
     assert kept[0] != found
 
@@ -176,7 +166,7 @@ def test_where_single_patches_count_rows_of_several_pictures_are_refused(words):
 
 
 def test_pictures_are_drawn_and_squashed_as_images():
-    pixels = jax.tree.map(np.asarray, as_pictures(9.0))
+    pixels = jax.tree.map(np.asarray, as_pictures(IMAGES, 9.0))
     pixels = pixels._replace(patches=np.clip(pixels.patches * 20 + 100, 0, 255).astype(np.uint8))
     images = [np.clip(image[0] * 20 + 100, 0, 255).astype(np.uint8) for image in IMAGES]
     for found, image in zip(cut_out(pixels), images, strict=True):

@@ -131,12 +131,11 @@ def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
 
 
 def _read_leaves(step_dir: epath.Path, target: Any, names: Sequence[str]) -> dict[str, jax.Array]:
-    """Read this process's shards of the leaves of `target` that `names` has: {name: array}."""
+    """{name: array}: this process's shards of those leaves of `target`, read from the disk."""
+    found, wanted = tree.flatten_names(target), {*names}
     item = jax.tree.map(
-        lambda name, leaf: leaf if name in names else ocp.PLACEHOLDER,
-        tree.leaf_names(target), target,
-    )  # fmt: skip
-    found = tree.flatten_names(target)
+        lambda name: found[name] if name in wanted else ocp.PLACEHOLDER, tree.leaf_names(target)
+    )
     largest = max(found[name].size * found[name].dtype.itemsize for name in names)
     # Orbax would read all leaves at once, into buffers beside them: of whole chunks, up to twice as
     # large as a leaf.

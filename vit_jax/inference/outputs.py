@@ -91,7 +91,7 @@ def computed(
       batch_size: over all devices of this process, a multiple of their number.
       progress: whether to show a progress bar.
       record_ids: int64 (n,), the records; None: all.
-      keys: of the batch, to yield; "grid" is that of pictures.
+      keys: of the batch, to yield; "grid": the rows and columns of each picture's patches, (B, 2).
 
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).

@@ -66,13 +66,17 @@ def _order_own_first(keys_B: jax.Array, counts_B: jax.Array, num: int) -> jax.Ar
     return jnp.argsort(noise_BN + (jnp.arange(num)[None] >= counts_B[:, None]), axis=1)
 
 
-def random_halves(
+def random_parts(
     keys_B: jax.Array, counts_B: jax.Array, first_B: jax.Array, num: int, first: int
 ) -> jax.Array:
-    """A random order of `num` patches in two parts, of which `counts_B` are a row's own.
+    """A random order of `num` patches in two parts, int32 (B, num); each part ends with padding.
 
-    `first_B` of a row's own patches begin the first part, of length `first`; the others begin the
-    second part. Padding fills both. Shapes: int32 (B, num).
+    The first part has `first` places.
+
+    Args:
+      keys_B: of the rows.
+      counts_B: how many patches of each row are no padding.
+      first_B: how many of these are in the first part; the second part has the others.
     """
     rank_1N, count_B1, first_B1 = jnp.arange(num)[None], counts_B[:, None], first_B[:, None]
     padding_BN = rank_1N - count_B1 + first_B1  # places behind the own patches of the first part

@@ -205,10 +205,10 @@ class _Distillation(NamedTuple):
 
 
 def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
-    """The teacher for the images of a student, which may be pictures in their own shape.
+    """The teacher, whose model takes pictures in their own shape if the student `model` does.
 
     Raises:
-      InputError: it cannot take the student's patches.
+      InputError: its model takes images of one size only, or has patches of another size.
     """
     most = about(model).max_tokens
     if most is None:
@@ -221,8 +221,8 @@ def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
         its = teacher.model
     if about(its).max_tokens != most:
         raise InputError(
-            f"{where} with such positions takes images of one size; choose a ViT with learned_1d, "
-            f"sincos_2d or rotary positions, {remedy}"
+            f"{where} takes images of one size; choose a ViT with learned_1d, sincos_2d or rotary "
+            f"positions, {remedy}"
         )
     has, needed = about(its).token_stride, about(model).token_stride
     if has != needed:

@@ -24,8 +24,8 @@ from vit_jax.models.own_shapes import mean_of_first
 from vit_jax.models.patches import (
     as_images,
     extract_patches,
-    random_halves,
     random_order,
+    random_parts,
     row_keys,
     take,
     take_once,
@@ -199,7 +199,7 @@ class _Mae:
         if not isinstance(images, Pictures):
             return random_order(keys_B, self.num_patches)
         sizes = self.num_patches, self.count_visible()
-        return random_halves(keys_B, images.counts, self._count_visible_of(images), *sizes)
+        return random_parts(keys_B, images.counts, self._count_visible_of(images), *sizes)
 
     @property
     def decoder(self) -> Decoder:
@@ -247,7 +247,7 @@ class _Mae:
         """(loss (B,), predicted hidden patches (B, H, P)); the order's first V are visible.
 
         `dropout_key`: None leaves out the dropout. Of pictures, padding follows the own patches in
-        both parts of the order, see `random_halves`.
+        both parts of the order, see `random_parts`.
         """
         visible, options = self.count_visible(), patches.dropout_options(dropout_key)
         own_shapes, more, seen_B = None, dict[str, Any](), None
