@@ -16,23 +16,27 @@ import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.evaluators.dense_probe import check_shared, find_targets
 
-SIDE, HEIGHT, WIDTH = 32, 48, 40  # of images; of masks
+SIDE, SHAPES = 32, ((48, 40), (40, 48))  # that a model of squares sees; of even and odd scenes
 TRAIN, TEST, SAMPLES = range(12), range(20, 25), 16
 
 
 def scene(seed):
     """A picture, its mask with the classes 1 to 3 and unknown edges, and its depth in mm."""
-    rng = np.random.default_rng(seed)
-    mask = np.ones((HEIGHT, WIDTH), np.uint8)
+    rng, (height, width) = np.random.default_rng(seed), SHAPES[seed % 2]
+    mask = np.ones((height, width), np.uint8)
     for value in (2, 3):
-        y, x = rng.integers(0, (30, 24))
+        y, x = rng.integers(0, (height - 18, width - 16))
         mask[y : y + 18, x : x + 16] = value
     colours = np.array([[0, 0, 0], [40, 90, 200], [200, 60, 60], [90, 200, 60]])
-    picture = (colours[mask] + rng.integers(-20, 20, (HEIGHT, WIDTH, 1))).clip(0, 255)
-    rows, columns = (np.arange(SIDE) * side // SIDE for side in (HEIGHT, WIDTH))
-    depth = 1000 * (1 + (mask == 3)) + np.arange(HEIGHT)[:, None]  # a linear layer overshoots
+    picture = (colours[mask] + rng.integers(-20, 20, (height, width, 1))).clip(0, 255)
+    depth = 1000 * (1 + (mask == 3)) + np.arange(height)[:, None]  # a linear layer overshoots
     mask[:2], depth[:, :3] = 0, 0
-    return picture[rows][:, columns].astype(np.uint8), mask, depth.astype(np.uint16)
+    return picture.astype(np.uint8), mask, depth.astype(np.uint16)
+
+
+def as_square(picture):
+    rows, columns = (np.arange(SIDE) * side // SIDE for side in picture.shape[:2])
+    return picture[rows][:, columns]
 
 
 @pytest.fixture(scope="module")
@@ -40,67 +44,92 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("scenes")
     for split, seeds in (("training", TRAIN), ("validation", TEST)):
         for seed in seeds:
-            for folder, image in zip(("images", "masks", "depths"), scene(seed), strict=True):
+            images = (as_square(scene(seed)[0]), *scene(seed))
+            folders = ("images", "pictures", "masks", "depths")
+            for folder, image in zip(folders, images, strict=True):
                 (root / folder / split).mkdir(parents=True, exist_ok=True)
                 Image.fromarray(image).save(root / folder / split / f"{seed}.png")
-    model = vit_jax.create_model("ViT-mu/8", image_size=SIDE, num_classes=None)
-    variables = model.init(jax.random.key(0), jnp.zeros((1, SIDE, SIDE, 3)))
-    vit_jax.save_pretrained(root / "model.npz", model, variables, format="npz")
+    of_pictures = {"max_tokens": 35, "pool": "gap", "registers": 2}  # 30 patches, and padding
+    for name, form, fields in (("squares.npz", "npz", {}), ("native", "timm", of_pictures)):
+        model = vit_jax.create_model("ViT-mu/8", image_size=SIDE, num_classes=None, **fields)
+        variables = model.init(jax.random.key(0), jnp.zeros((1, SIDE, SIDE, 3)))
+        vit_jax.save_pretrained(root / name, model, variables, format=form)
     return root
 
 
-def evaluate(root, words, **changes):
+def evaluate(root, words, model="squares.npz", **changes):
     wanted = {
-        "data.data_dir": root / "images", "data.image_size": SIDE, "global_batch_size": 8,
+        "data.data_dir": root / "images", "global_batch_size": 8,
         "evals.segmentation.targets": root / "masks", "evals.depth.targets": root / "depths",
         "evals.segmentation.num_patches": 100, "evals.depth.num_patches": 100,
     }  # fmt: skip
     given = {key: str(v) if "dir" in key or "targets" in key else v for key, v in wanted.items()}
     given = {k: v for k, v in given.items() if "evals" not in k or k.split(".")[1] in words}
-    return vit_jax.evaluate(root / "model.npz", f"evaluate:{words},unlabelled", given | changes)
+    return vit_jax.evaluate(root / model, f"evaluate:{words},unlabelled", given | changes)
 
 
-def of_patches(target):
-    """(16, pixels): what lies in each of 4 x 4 patches."""
-    y, x = (np.arange(4 * SAMPLES) * side // (4 * SAMPLES) for side in target.shape)
-    grid = target[y][:, x].reshape(4, SAMPLES, 4, SAMPLES)
-    return grid.swapaxes(1, 2).reshape(16, -1)
+def pixels(values):
+    """The values of all pixels of the test scenes, one after another."""
+    return np.concatenate([np.asarray(each).ravel() for each in values])
 
 
-def test_probes_are_those_of_scikit_learn(root):
-    found = evaluate(root, "segmentation,depth")
-    model = vit_jax.read_pretrained(root / "model.npz")
+@pytest.mark.parametrize("form", ["squares.npz", "native"])
+def test_probes_are_those_of_scikit_learn(form, root):
+    words = ("segmentation", "depth")
+    own_shape = {"data.data_dir": str(root / "pictures")}
+    own_shape |= {f"evals.{word}.ops": "decode" for word in words}
+    found = evaluate(root, ",".join(words), form, **own_shape if form == "native" else {})
+    model = vit_jax.read_pretrained(root / form)
 
     def features(seeds):
         pictures = [scene(seed)[0] for seed in seeds]
-        return vit_jax.predict(pictures, model, output="dense").astype(np.float64)
+        if form != "native":
+            pictures = [as_square(picture) for picture in pictures]
+        return vit_jax.predict(pictures, model, output="dense")
 
-    x, tests = features(TRAIN).reshape(-1, model.model.width), features(TEST)
+    trained, tests = features(TRAIN), features(TEST)
+    shapes = {"squares.npz": [(4, 4)] * 2, "native": [(6, 5), (5, 6)]}[form]
+    assert [x.shape[:2] for x in trained] == [shapes[seed % 2] for seed in TRAIN]
+    x, of_tests = (
+        np.concatenate([each.reshape(-1, model.model.width) for each in maps]).astype(np.float64)
+        for maps in (trained, tests)
+    )
     scaler = StandardScaler().fit(x)
-    white, white_tests = scaler.transform(x), scaler.transform(tests.reshape(len(TEST) * 16, -1))
+    white, white_tests = scaler.transform(x), scaler.transform(of_tests)
+
+    def of_patches(target, seed):
+        """(patches, pixels): what lies in each patch of a scene."""
+        rows, columns = shapes[seed % 2]
+        y, x = (np.arange(n * SAMPLES) * side // (n * SAMPLES)
+                for n, side in zip((rows, columns), target.shape, strict=True))  # fmt: skip
+        grid = target[y][:, x].reshape(rows, SAMPLES, columns, SAMPLES)
+        return grid.swapaxes(1, 2).reshape(rows * columns, -1)
 
     def interpolated(outputs):
-        maps = outputs.reshape(len(TEST), 4, 4, -1)
-        return jax.image.resize(maps, (len(TEST), HEIGHT, WIDTH, maps.shape[-1]), "linear")
+        ends = np.cumsum([x.shape[0] * x.shape[1] for x in tests])
+        for seed, rows in zip(TEST, np.split(outputs, ends[:-1]), strict=True):
+            map = rows.reshape(*shapes[seed % 2], -1)
+            yield jax.image.resize(map, (*SHAPES[seed % 2], map.shape[-1]), "linear")
 
-    masks = np.concatenate([of_patches(scene(seed)[1]) for seed in TRAIN])
+    masks = np.concatenate([of_patches(scene(seed)[1], seed) for seed in TRAIN])
     shares = np.stack([(masks == value).mean(axis=1) for value in (1, 2, 3)], axis=1)
     row, label = np.nonzero(shares)
     probe = LogisticRegression(C=1 / (1e-4 * shares.sum()), tol=1e-8, max_iter=10_000)
     probe.fit(white[row], label, sample_weight=shares[row, label])
-    predicted = np.argmax(interpolated(probe.decision_function(white_tests)), axis=-1) + 1
-    truth = np.stack([scene(seed)[1] for seed in TEST])
+    outputs = interpolated(probe.decision_function(white_tests))
+    predicted = pixels(np.argmax(map, axis=-1) + 1 for map in outputs)
+    truth = pixels(scene(seed)[1] for seed in TEST)
     known = truth > 0
     miou = jaccard_score(truth[known], predicted[known], average="macro")
     assert found["segmentation/miou"] == pytest.approx(miou, abs=2e-3) and 0.4 < miou < 1
     accuracy = accuracy_score(truth[known], predicted[known])
     assert found["segmentation/pixel_accuracy"] == pytest.approx(accuracy, abs=2e-3)
 
-    depths = np.concatenate([of_patches(scene(seed)[2]) for seed in TRAIN]) / 1000
+    depths = np.concatenate([of_patches(scene(seed)[2], seed) for seed in TRAIN]) / 1000
     mean = depths.sum(axis=1) / (depths > 0).sum(axis=1)
     ridge = Ridge(alpha=1e-4 * len(white)).fit(white, mean)
-    truth = np.stack([scene(seed)[2] for seed in TEST]) / 1000
-    predicted = np.asarray(interpolated(ridge.predict(white_tests)))[..., 0]
+    truth = pixels(scene(seed)[2] for seed in TEST) / 1000
+    predicted = pixels(interpolated(ridge.predict(white_tests)))
     known, predicted = truth > 0, predicted.clip(depths[depths > 0].min(), depths.max())
     error = predicted[known] - truth[known]
     assert found["depth/rmse"] == pytest.approx(

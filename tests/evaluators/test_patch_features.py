@@ -9,6 +9,7 @@ from etils import epath
 from hand_made import OF_SPLIT, make_inputs
 from PIL import Image
 
+from vit_jax.base.pictures import Pictures
 from vit_jax.evaluators import patch_features
 from vit_jax.evaluators.patch_features import PatchFeatures, as_colours
 from vit_jax.experiment.state import TrainState
@@ -21,25 +22,27 @@ def bind(features, images, mask, folder, num_images):
     inputs = make_inputs(
         [{"image": images, "mask": mask}],
         model=types.SimpleNamespace(tokens=None),
-        apply=lambda state, images, method: features(state, images),
+        maps=features,
         folder=epath.Path(folder),
-        source=lambda: types.SimpleNamespace(num_examples=len(images)),
+        source=lambda: types.SimpleNamespace(num_examples=len(mask)),
     )
     return PatchFeatures(**OF_SPLIT, num_images=num_images).bind(inputs)
 
 
 def test_colours_are_the_components_from_least_to_most():
     steps = np.arange(12, dtype=np.float32).reshape(1, 3, 4, 1)  # features on one line
-    colours, share = as_colours(7 + steps * AXES[2])
+    (colours,), share = as_colours(7 + steps * AXES[2])
     assert share == pytest.approx(1)
-    assert colours[0, :, :, 0].ravel().tolist() == np.linspace(0, 255, 12).round().tolist()
+    assert colours[..., 0].ravel().tolist() == np.linspace(0, 255, 12).round().tolist()
     assert (colours[..., 1:] == 128).all()
 
     x = np.random.default_rng(0).standard_normal((2, 6, 6, 5)) * [0.1, 4, 2, 1, 0.1]
-    colours, share = as_colours(x)
-    assert share == pytest.approx(21 / 21.02, rel=0.002)
+    colours, share = as_colours([x[0], x[1, :4]])  # maps of two shapes
+    assert [map.shape for map in colours] == [(6, 6, 3), (4, 6, 3)]
+    assert share == pytest.approx(21 / 21.02, rel=0.01)
     for channel, axis in enumerate((1, 2, 3)):  # by falling variance
-        found = np.corrcoef(colours[..., channel].ravel(), x[..., axis].ravel())[0, 1]
+        shown = np.concatenate([map[..., channel].ravel() for map in colours])
+        found = np.corrcoef(shown, x.reshape(-1, 5)[:60, axis])[0, 1]
         assert abs(found) > 0.95, channel
 
 
@@ -95,3 +98,27 @@ def test_only_the_rows_with_images_are_gathered(channels, shown, tmp_path, monke
     assert (
         pixels[4 : 4 + size : size // 4, 4 : 4 + size : size // 4] == images[0][..., shown]
     ).all()
+
+
+def test_pictures_keep_their_shape_and_padding_counts_nowhere(tmp_path):
+    grids = np.array([(1, 3), (2, 1)], np.int32)
+    patches = np.random.default_rng(2).integers(0, 256, (2, 4, 96, 96, 3), np.uint8)
+
+    def features(state, pictures):
+        first = pictures.patches[:, :, :1, :1].astype(jnp.float32)
+        padding = np.arange(4)[None] >= pictures.counts[:, None]
+        return pictures._replace(patches=jnp.where(padding[..., None, None, None], jnp.nan, first))
+
+    pictures = Pictures(jnp.asarray(patches), jnp.asarray(grids))
+    measure = bind(features, pictures, np.ones(2, np.float32), tmp_path, 2)
+    assert measure(TrainState(np.int32(1), {}, {}, {})) == {"share": pytest.approx(1)}
+    pixels = np.asarray(Image.open(tmp_path / "patch_features/own_00000001.png"))
+    assert pixels.shape == (2 * (192 + 4) + 4, 2 * (288 + 4) + 4, 3)
+    wide, tall = pixels[4:196, 4:292], pixels[200:392, 4:292]
+    assert (wide[:96] == np.concatenate(patches[0, :3], axis=1)).all() and (wide[96:] == 255).all()
+    assert (tall[:, :96] == np.concatenate(patches[1, :2])).all() and (tall[:, 96:] == 255).all()
+    found = pixels[4:100, 296:584:96], pixels[200:392:96, 296:392]
+    assert (found[0] == found[0][:1]).all() and (found[1] == found[1][:, :1]).all()
+    values = patches[0, :3, 0, 0][None], patches[1, :2, 0, 0][:, None]
+    for shown, expected in zip((found[0][:1], found[1][:, :1]), as_colours(values)[0], strict=True):
+        assert (shown == expected).all()

@@ -149,9 +149,6 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
     assert " 16 patches " in facts_of(model, open_images([*map(str, paths)]))["ops"]
     with at_fault("evals.classification.ops"):
         evaluated(model, folder, evals__classification__ops="decode|resize")
-    targets = {"evals__segmentation__targets": str(folder)}
-    with at_fault("evals.segmentation.type"):
-        evaluated(model, folder, "segmentation", **targets)
     # A size makes all pictures squares, even the size of the positions.
     squares = np.stack([load_image(path, model.spec) for path in paths])
     logits = jax.jit(model.model.apply)(model.variables, squares)

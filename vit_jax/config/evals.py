@@ -34,7 +34,6 @@ class Evaluator(Part):
     reads_captions: whether it needs the captions of its splits.
     shows_worth: whether its figures show what the features are worth.
     measures_rank: whether it measures the rank of the features, by which a collapse is seen.
-    takes_pictures: whether it evaluates pictures in their own shape, by `data.max_tokens`.
     shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
     """
 
@@ -51,7 +50,6 @@ class Evaluator(Part):
     learns_classes: ClassVar[bool] = False
     output: ClassVar[str] = "__call__"
     multi_label: ClassVar[bool | None] = False
-    takes_pictures: ClassVar[bool] = True
     shows_images: ClassVar[bool] = False
     shows_worth: ClassVar[bool] = True
     reads_captions: ClassVar[bool] = False

@@ -164,5 +164,5 @@ def check_eval_ops(evals: Mapping[str, Evaluator], data: Data, faults: Faults) -
         ops = faults.check(parse_ops, entry.ops, _ANY_SIZE, key=key)
         names = ", ".join(op.text for op in ops[1]) if ops else ""
         faults.need(not names, f"{key}={entry.ops!r}: {names} works only in training; leave it out")
-        if data.max_tokens is not None and entry.takes_pictures and ops:
+        if data.max_tokens is not None and ops:
             _need_own_shape(ops[0], f"{key}={entry.ops!r}", data, faults)

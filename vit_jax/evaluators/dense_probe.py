@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from PIL import Image
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
+from vit_jax.base.pictures import Images, cut_out
 from vit_jax.base.tree import Batch
 from vit_jax.config import POSITIVE, key
 from vit_jax.config.evals import Better
@@ -32,7 +33,6 @@ from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.evaluators.linear_probe import Classifier, fit_or_warn, split_over_devices
 from vit_jax.evaluators.upright import Upright
 from vit_jax.experiment.state import TrainState
-from vit_jax.models.watched import as_map
 
 _SAMPLES = 16  # pixels of a target along each side of a patch that is learned from
 _VALUES = 256  # of a mask
@@ -51,7 +51,6 @@ class DenseProbe(FeatureEvaluator):
     l2: float = key(1e-4, "weight of half the squared norm", within=POSITIVE)
 
     multi_label = None
-    takes_pictures = False
 
     def read_target(self, path: pathlib.Path) -> np.ndarray:
         """The target (H, W) in a file, float; NaN where a pixel does not count.
@@ -77,17 +76,16 @@ class DenseProbe(FeatureEvaluator):
         upright = Upright(inputs)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
-        def compute(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-            x_BND = inputs.apply(state, batch["image"], "tokens")
-            x_BRSD = as_map(inputs.model, x_BND, inputs.image_size)
-            return x_BRSD.astype(jnp.float32), batch["id"], batch["mask"]
+        def compute(state: TrainState, batch: Batch) -> tuple[Images, jax.Array, jax.Array]:
+            return inputs.maps(state, batch["image"]), batch["id"], batch["mask"]
 
         def maps(state: TrainState, split_key: str) -> Iterator[tuple[np.ndarray, int]]:
             """The features (R, S, D) and the record of each image."""
             batches = inputs.batches(split_key)
             for x_BRSD, id_B, mask_B in fetch(compute(state, batch) for batch in batches):
-                for i in np.flatnonzero(mask_B):
-                    yield x_BRSD[i], int(id_B[i])
+                for x_RSD, i, weight in zip(cut_out(x_BRSD), id_B, mask_B, strict=True):
+                    if weight > 0:
+                        yield x_RSD, int(i)
 
         def target(split_key: str, record: int) -> np.ndarray:
             file = files[split_key][record]

@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.base.pictures import Images, cut_out
+from vit_jax.base.pictures import Images, Pictures, cut_out
 from vit_jax.base.tree import Batch, PyTree
 from vit_jax.config.plugins import warn_of_removal
 from vit_jax.config.settings import Settings
@@ -23,6 +23,7 @@ from vit_jax.data.ops import HostOp
 from vit_jax.data.preprocessing import eval_batch
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.watched import as_map
 from vit_jax.models.zero_shot import TextSide
 
 # What `Evaluator.bind` gives: state -> {metric: value}.
@@ -79,6 +80,16 @@ class EvalInputs:
         output = self.model.apply(variables, values, train=False, method=method)
         assert isinstance(output, jax.Array)
         return output
+
+    def maps(self, state: TrainState, images: Images) -> Images:
+        """The features of patches as float32 maps (B, rows, columns, D); jit it.
+
+        Those of pictures are `Pictures` whose patches have 1 x 1 "pixels", so `cut_out` gives maps.
+        """
+        x_BND = self.apply(state, images, "tokens").astype(np.float32)
+        if isinstance(images, Pictures):
+            return Pictures(x_BND[:, self.model.num_prefix_tokens :, None, None], images.grid)
+        return as_map(self.model, x_BND, self.image_size)
 
     def source(self, split_key: str = "split") -> Source:
         """The source of the split that the entry names under `split_key`."""

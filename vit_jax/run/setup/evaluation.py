@@ -62,11 +62,6 @@ def complete_by_source(
     config.data.update(of_model)
     for name, entry in config.evals.items():
         faults.need(
-            rule is None or EVALUATORS.find(entry.type).takes_pictures,
-            f"evals.{name}.type={entry.type!r}: takes images of one size, and {source} pictures in "
-            f"their own shape; set --config.data.image_size={spec.image_size}",
-        )
-        faults.need(
             model.num_classes is not None or EVALUATORS.find(entry.type).learns_classes,
             f"evals.{name}.type={entry.type!r}: {source} has no classes; use one of "
             f"{', '.join(learning_kinds())}",

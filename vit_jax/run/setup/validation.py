@@ -71,11 +71,6 @@ def _check_sections(config: ConfigDict, faults: Faults) -> None:
     evals.check_names(config.evals, faults)
     faults += of_evals
     check_eval_ops(settings.evals, settings.data, faults)
-    for name, entry in settings.evals.items():
-        faults.need(
-            settings.data.max_tokens is None or entry.takes_pictures,
-            f"evals.{name}: takes images of one size, no pictures of data.max_tokens; leave it out",
-        )
     check_run(settings, config, faults)
 
 
