@@ -13,7 +13,7 @@ from padded import MOST, PATCH, as_pictures
 from vit_jax.base.pictures import cut_out
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.evaluators.image_table import on_canvas
+from vit_jax.evaluators.image_table import as_table
 from vit_jax.models import create_model
 from vit_jax.models.own_shapes import squash
 from vit_jax.objectives.contract import RunFacts, Teacher
@@ -171,12 +171,23 @@ def test_pictures_are_drawn_and_squashed_as_images():
     images = [np.clip(image[0] * 20 + 100, 0, 255).astype(np.uint8) for image in IMAGES]
     for found, image in zip(cut_out(pixels), images, strict=True):
         np.testing.assert_array_equal(found, image)
-    drawn = on_canvas([[image, images[0]] for image in cut_out(pixels)])
-    assert drawn.shape == (4, 2, 16, 20, 3)
-    for image, found in zip(images, drawn[:, 0], strict=True):
-        height, width = image.shape[:2]
-        np.testing.assert_array_equal(found[:height, :width], image)
-        assert (found[height:] == 255).all() and (found[:, width:] == 255).all()
+    top, drawn = 4, np.asarray(as_table([image, image[:4]] for image in cut_out(pixels)))
+    widest = max(image.shape[1] for image in images)
+    assert drawn.shape[1] % 2 == 0 and (drawn[:4] == 255).all()
+    scale = (drawn.shape[1] - 12) // (2 * widest)
+    for image in images:
+        height, width = scale * image.shape[0], scale * image.shape[1]
+        found = drawn[top : top + height, 4:]
+        np.testing.assert_array_equal(found[::scale, :width:scale], image)
+        assert (found[:, width : scale * widest + 4] == 255).all()
+        second = found[: 4 * scale : scale, scale * widest + 4 :: scale][:, : image.shape[1]]
+        np.testing.assert_array_equal(second, image[:4])
+        assert (found[4 * scale :, scale * widest + 4 :] == 255).all()
+        top += height + 4
+        assert (drawn[top - 4 : top] == 255).all()
+    assert len(drawn) == top
+    long = np.zeros((2, 4096, 1), np.uint8)  # is made smaller
+    assert as_table([[long, long], [long[:, :9], long]]).size == (4 + 2 * 1028, 4 + 5 + 6)
     for image, found in zip(images, np.asarray(squash(pixels, 6)), strict=True):
         wanted = jax.image.resize(image.astype(np.float32), (6, 6, 3), "linear")
         np.testing.assert_allclose(found, wanted, atol=1e-3)

@@ -204,3 +204,25 @@ def test_pixels_of_patches_are_read_as_transformers_does(siglip_2):
 def test_no_other_format_of_transformers_takes_pictures_in_their_own_shape(pool):
     model = create_model("ViT-mu/4", None, (16, 16), pool=pool, max_tokens=16)
     assert any("needs 'map'" in reason for reason in huggingface.check(model))
+
+
+@pytest.mark.parametrize(
+    ("format", "keeps"), [("stablehlo", False), ("npz", False), ("timm", True)]
+)
+def test_formats_of_one_size_leave_out_results_of_pictures(format, keeps, tmp_path, caplog):
+    model = create_model("ViT-mu/4", 3, (16, 16), max_tokens=16)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
+    params = flatten_names(variables["params"])
+    spec = Spec((16, 16), "antialiased", ops="decode", rule=PatchRule((4, 4), 16))
+    results = {"val/top1": {"value": 0.5, "step": 3}}
+    native = Pretrained("mine", model, params, spec, run={"results": results})
+    output = tmp_path / ("model" if keeps else f"model.{format}")
+    receipt = export(native, output, format)
+    assert receipt["results"] == (results if keeps else {})
+    pixels = receipt["preprocessing"]
+    assert (pixels["ops"], pixels.get("max_tokens")) == (
+        ("decode", 16) if keeps else ("decode|resize(antialias=True)", None)
+    )
+    card = next(tmp_path.rglob("*.md")).read_text()
+    assert ("at most 16 patches of 4 x 4 pixels by `decode`" in card) is keeps
+    assert ("16 x 16 pixels, to which pictures are squashed" in caplog.text) is not keeps

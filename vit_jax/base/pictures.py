@@ -43,6 +43,11 @@ class Pictures(NamedTuple):
 Images = jax.Array | Pictures
 
 
+def counts_of(images: Images) -> jax.Array | None:
+    """The number of patches of each picture in its own shape, (B,); None for images."""
+    return images.counts if isinstance(images, Pictures) else None
+
+
 def cut_out(images: Any) -> list[np.ndarray]:
     """The images of a batch on the host, one by one, each (height, width, channels).
 

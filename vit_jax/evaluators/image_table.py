@@ -7,36 +7,40 @@ import io
 from collections.abc import Iterable
 
 import numpy as np
-from einops import rearrange
 from PIL import Image
 
 from vit_jax.base.files import write_whole
 from vit_jax.evaluators.inputs import EvalInputs
 
-_SMALLEST_SIDE, _GAP = 96, 4  # pixels of the table; small images are enlarged
+_SMALLEST_SIDE, _LARGEST_SIDE = 96, 1024  # pixels of an image in the table
+_GAP = 4
 
 
-def as_table(images_KMHWC: np.ndarray) -> Image.Image:
-    """The uint8 images as a table with K rows of M images, with white lines between them."""
-    *_, height, width, channels = images_KMHWC.shape
-    scale = max(1, -(-_SMALLEST_SIDE // min(height, width)))
-    large = images_KMHWC.repeat(scale, axis=2).repeat(scale, axis=3)
-    large = np.pad(large, [(0, 0), (0, 0), (_GAP, 0), (_GAP, 0), (0, 0)], constant_values=255)
-    table = rearrange(large, "k m h w c -> (k h) (m w) c")
-    table = np.pad(table, [(0, _GAP), (0, _GAP), (0, 0)], constant_values=255)
-    return Image.fromarray(table if channels in (3, 4) else table[:, :, 0])
+def as_table(rows: Iterable[Iterable[np.ndarray]]) -> Image.Image:
+    """K rows of M uint8 images (H, W, C) as a table with white lines between them.
+
+    A row is as high as its highest image, and a column as wide as its widest. Small images are
+    enlarged, all by one factor.
+    """
+    tiles = [[_as_tile(image) for image in row] for row in rows]
+    heights = [max(tile.height for tile in row) for row in tiles]
+    widths = [max(tile.width for tile in column) for column in zip(*tiles, strict=True)]
+    sides = max(heights), max(widths)
+    scale = max(1, min(-(-_SMALLEST_SIDE // min(sides)), _LARGEST_SIDE // max(sides)))
+    y, x = (np.cumsum([_GAP, *(scale * n + _GAP for n in sizes)]) for sizes in (heights, widths))
+    table = Image.new(tiles[0][0].mode, (int(x[-1]), int(y[-1])), "white")
+    for top, row in zip(y, tiles, strict=False):
+        for left, tile in zip(x, row, strict=False):
+            size = scale * tile.width, scale * tile.height
+            table.paste(tile.resize(size, Image.Resampling.NEAREST), (int(left), int(top)))
+    return table
 
 
-def on_canvas(rows: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
-    """K rows of M uint8 images (h, w, C) as (K, M, H, W, C); smaller ones have white around."""
-    rows = [[*row] for row in rows]
-    height, width = np.max([image.shape[:2] for row in rows for image in row], axis=0)
-
-    def pad(image: np.ndarray) -> np.ndarray:
-        free = (0, height - image.shape[0]), (0, width - image.shape[1]), (0, 0)
-        return np.pad(image, free, constant_values=255)
-
-    return np.array([[pad(image) for image in row] for row in rows])
+def _as_tile(image_HWC: np.ndarray) -> Image.Image:
+    """An image of 3 or 4 channels, or the first of other numbers; large ones are made smaller."""
+    tile = Image.fromarray(image_HWC if image_HWC.shape[2] in (3, 4) else image_HWC[:, :, 0])
+    tile.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
+    return tile
 
 
 class TableWriter:
@@ -52,9 +56,9 @@ class TableWriter:
         return is_first and self._folder is not None
 
     def write(self, rows: Iterable[Iterable[np.ndarray]]) -> None:
-        """Write `as_table` of `on_canvas`, whole or not at all, for the step that began."""
+        """Write `as_table` of the images, whole or not at all, for the step that began."""
         assert self._folder is not None
         content = io.BytesIO()
-        as_table(on_canvas(rows)).save(content, "png")
+        as_table(rows).save(content, "png")
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"{self._name}_{self._step:08d}.png", content.getvalue())

@@ -36,7 +36,7 @@ class ReconstructionLoss(SplitEvaluator):
     What is hidden depends on an image's record id only, so that the losses of different steps
     compare. During training `num_images` images, spread over the split, are written as
     WORKDIR/reconstructions/NAME_STEP.png, a row for each: what the model sees, its reconstruction,
-    the image. Pictures in their own shape have white around them. It uses the objective of the run.
+    the image. Pictures keep their own shape. It uses the objective of the run.
     """
 
     num_images: int = key(8, "images to draw, spread over the split", within=FROM_0)

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.base.pictures import Images, Pictures
+from vit_jax.base.pictures import Images, counts_of
 from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.loading import why_masked
@@ -141,7 +141,7 @@ def _compute(
     layer: int | None,
 ) -> jax.Array:
     """The `outputs` for uint8 images (B, H, W, C), or pictures."""
-    counts = images.counts if isinstance(images, Pictures) else None
+    counts = counts_of(images)
     of_patches = functools.partial(as_map, model, image_size=image_size, counts_B=counts)
     images = to_value_range(images, mean, std)
     variables = {"params": params, **model_state}

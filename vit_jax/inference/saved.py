@@ -56,9 +56,9 @@ def write_features(
 
     The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="dense"`; `valid`
     (n,), False for images that could not be read, whose features are NaN; `record` (n,), the names
-    of the records; and for data sets `label` (n,). Of pictures in their own shape "dense" has (n,
-    S, D), NaN after their patches, and `grid` (n, 2), their rows and columns. Features are written
-    batch by batch.
+    of the records; and for data sets `label` (n,). For pictures in their own shape "dense" gives
+    (n, S, D), NaN after their patches, and `grid` (n, 2), their rows and columns. Features are
+    written batch by batch.
 
     `output` comes from `check_output`.
     """

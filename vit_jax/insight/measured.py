@@ -15,12 +15,12 @@ import numpy as np
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.base.pictures import Images, Pictures, cut_out
+from vit_jax.base.pictures import Images, Pictures, counts_of, cut_out
 from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
 from vit_jax.inference.outputs import check_size, computed, in_own_shape
 from vit_jax.insight import attention_maps as maps
-from vit_jax.models.contract import about, with_known
+from vit_jax.models.contract import about, for_one_size
 from vit_jax.models.own_shapes import mean_of_first
 from vit_jax.models.watched import as_map, watch
 from vit_jax.transfer.pretrained import Pretrained
@@ -74,7 +74,7 @@ def with_size(pretrained: Pretrained) -> nn.Module:
     """
     check_size(pretrained)
     model = pretrained.model.clone(image_size=pretrained.spec.image_size)
-    return model if pretrained.spec.rule is not None else with_known(model, max_tokens=None)
+    return model if pretrained.spec.rule is not None else for_one_size(model)
 
 
 def measure(
@@ -142,17 +142,18 @@ def _tokens_of(model: Any, images: Images, shown: int) -> tuple[Any, ...]:
     """The tokens of images, for `make_program`.
 
     Returns:
-      (grid, distances, shares): as in `attention_maps`. Of pictures, the grid has their patches in
+      (grid, distances, shares): as in `attention_maps`. For pictures, the grid has their patches in
         one row, with padding, and the shares are those of the first `shown`.
       real: (B, N), which tokens are no padding; None: all.
-      per_token, per_patch: (B, 1), tokens with padding for each real one, and so patches.
+      per_token, per_patch: (B, 1), the factors that turn a mean over all places into a mean over
+        the real tokens, or patches.
     """
     if not isinstance(images, Pictures):
         distances = maps.patch_distances(model.grid, model.token_stride)
         return model.grid, distances, maps.token_shares(model), None, 1.0, 1.0
     _, most, height, width, _ = images.shape
     prefix, counts = model.num_prefix_tokens, images.counts[:, None]
-    in_row = model.clone(image_size=(height, most * width), max_tokens=None)
+    in_row = for_one_size(model.clone(image_size=(height, most * width)))
     real = np.arange(prefix + most)[None] < prefix + counts
     shares = (maps.token_shares(in_row)[None] * real)[:shown]
     shares /= shares.sum(axis=1, keepdims=True)
@@ -176,7 +177,7 @@ def make_program(
         params: tree.Params, model_state: tree.ModelState, images: Images
     ) -> tuple[Any, ...]:
         x = to_value_range(images, spec.mean, spec.std)
-        rolled, counts = [], images.counts if isinstance(images, Pictures) else None
+        rolled, counts = [], counts_of(images)
         if has_attention:
             grid, distances, shares, real, per_token, per_patch = _tokens_of(model, images, shown)
 

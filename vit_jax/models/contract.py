@@ -277,3 +277,8 @@ def with_known(model: nn.Module, **fields: Any) -> nn.Module:
     """A copy of `model` with those `fields` that its family has; the others are ignored."""
     known = field_names(type(model))
     return model.clone(**{name: value for name, value in fields.items() if name in known})
+
+
+def for_one_size(model: nn.Module) -> nn.Module:
+    """`model` for images of one size, not for pictures in their own shape."""
+    return with_known(model, max_tokens=None, pack=None)

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.base.pictures import Images, Pictures
+from vit_jax.base.pictures import Images, Pictures, counts_of
 from vit_jax.base.tree import OBJECTIVE, Batch, Params
 from vit_jax.config import POSITIVE, key
 from vit_jax.config.settings import Settings
-from vit_jax.models.contract import about, with_known
+from vit_jax.models.contract import about, for_one_size, with_known
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     LossFn,
@@ -134,7 +134,7 @@ class Distillation(ObjectivePart):
             f"loss.name={loss.name} has not; set --config.objective.mode=features",
         )
         faults.need(
-            settings.data.pack is None or (self.features or "pooled") == "pooled",
+            settings.data.pack is None or (self.features or "pooled").strip(" ,") == "pooled",
             f"data.pack={settings.data.pack}: objective.features={self.features!r} compares "
             "patches of one picture a row; set --config.data.pack=None or "
             "--config.objective.features=pooled",
@@ -194,7 +194,7 @@ class _Distillation(NamedTuple):
             metrics["loss_label"] = label_B
             metrics |= self.facts.metrics(logits_BC, batch)
         sums = sum_rows(metrics, mask_B)
-        counts_B = batch["image"].counts if isinstance(batch["image"], Pictures) else None
+        counts_B = counts_of(batch["image"])
         distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught, counts_B)
         terms = {
             name: Term((mask_B * distance_B).sum(), mask_B.sum(), self.weight / len(distances))
@@ -212,17 +212,18 @@ def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
     """
     most = about(model).max_tokens
     if most is None:
-        return teacher._replace(model=with_known(teacher.model, max_tokens=None))
+        return teacher._replace(model=for_one_size(teacher.model))
     where = f"objective.teacher={teacher.source!r}: a {type(teacher.model).__name__}"
     remedy = "or set data.image_size and --config.data.max_tokens=None"
+    why = ""
     try:
         its = with_known(teacher.model, max_tokens=most, pack=None)
-    except InputError:
-        its = teacher.model
+    except InputError as e:
+        its, why = teacher.model, f" ({e})"
     if about(its).max_tokens != most:
         raise InputError(
-            f"{where} takes images of one size; choose a ViT with learned_1d, sincos_2d or rotary "
-            f"positions, {remedy}"
+            f"{where} takes images of one size{why}; choose a ViT whose positions pictures can "
+            f"have, {remedy}"
         )
     has, needed = about(its).token_stride, about(model).token_stride
     if has != needed:
@@ -236,7 +237,7 @@ def with_images_of(model: nn.Module, teacher: Teacher) -> Teacher:
 def as_seen_by(teacher: Teacher, images: Images, facts: RunFacts) -> Images:
     """The images (B, H, W, channels) of a batch in a teacher's value range and image size.
 
-    Of pictures in their own shape, the size stays.
+    Pictures in their own shape keep their size.
     """
     if isinstance(images, Pictures):
         return images._replace(patches=_in_range_of(teacher, images.patches, facts))

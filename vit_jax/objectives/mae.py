@@ -180,11 +180,17 @@ class _Mae:
         return self.model.max_tokens or math.prod(self.model.grid)
 
     def count_visible(self) -> int:
-        """Number of patches that the encoder sees: N (1 - mask_ratio), rounded down."""
-        visible = self._visible_of(self.num_patches)
-        if not visible:
-            raise InputError(f"objective.mask_ratio={self.keys.mask_ratio}: hides all patches")
-        return visible
+        """Number of patches that the encoder sees: N (1 - mask_ratio), rounded down.
+
+        Pictures in their own shape have at least one.
+        """
+        visible, number = self._visible_of(self.num_patches), self.num_patches
+        if not visible and self.model.max_tokens is None:
+            raise InputError(
+                f"objective.mask_ratio={self.keys.mask_ratio}: leaves none of {number} patches "
+                f"visible; set at most {int(100 * (1 - 1 / number)) / 100}, or larger images"
+            )
+        return max(visible, 1)
 
     def _visible_of(self, num_patches: int) -> int:
         return int(num_patches * (1 - self.keys.mask_ratio))
@@ -246,8 +252,8 @@ class _Mae:
     ) -> tuple[jax.Array, jax.Array]:
         """(loss (B,), predicted hidden patches (B, H, P)); the order's first V are visible.
 
-        `dropout_key`: None leaves out the dropout. Of pictures, padding follows the own patches in
-        both parts of the order, see `random_parts`.
+        `dropout_key`: None leaves out the dropout. In both parts of the order of a picture, padding
+        follows its own patches, see `random_parts`. A picture of one patch has a loss of 0.
         """
         visible, options = self.count_visible(), patches.dropout_options(dropout_key)
         own_shapes, more, seen_B = None, dict[str, Any](), None

@@ -22,7 +22,7 @@ from vit_jax.base.files import absolute
 from vit_jax.base.lazy import stack
 from vit_jax.config import image_hw
 from vit_jax.data.division import Division, hashes_from_bytes, side_file
-from vit_jax.models.contract import about, field_names, with_known
+from vit_jax.models.contract import about, field_names, for_one_size, with_known
 from vit_jax.models.fields import check_fields
 from vit_jax.transfer import (
     families,
@@ -339,7 +339,7 @@ def with_image_size(
     """
     check_convention(resize, "resize")
     size = image_hw(image_size)
-    model = with_known(pretrained.model.clone(image_size=size), max_tokens=None)
+    model = for_one_size(pretrained.model.clone(image_size=size))
     params, state = fit.fit(pretrained, model, reset_head=False, resize=resize)
     spec, run = pretrained.spec.at(size)._replace(rule=None), pretrained.run
     if run is not None and spec != pretrained.spec:

@@ -26,9 +26,16 @@ from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.zero_shot import TextSide, need_text_side
-from vit_jax.transfer import FORMATS, Format, find_writer, named_writer, read_pretrained
+from vit_jax.transfer import (
+    FORMATS,
+    Format,
+    find_writer,
+    named_writer,
+    read_pretrained,
+    with_image_size,
+)
 from vit_jax.transfer.model_zoo import sha256
-from vit_jax.transfer.pretrained import Pretrained, ops_for
+from vit_jax.transfer.pretrained import Pretrained, preparation
 from vit_jax.transfer.program import GIVES, Choice
 from vit_jax.transfer.runtimes import RUNTIMES, export_program, need_packages
 from vit_jax.transfer.source import to_json
@@ -49,6 +56,10 @@ _TAKEN = {"bytes": "pixels from 0 to 255, uint8", "floats": "images in this valu
 _ZEROS = (
     "%s: all logits are 0, so comparing them shows nothing: the head was never trained; use the "
     "features, or fine-tune first"
+)
+_SQUASHED = (
+    "--format={}: takes images of one size, {} x {} pixels, to which pictures are squashed; the "
+    "results of the run are left out, because they are those of pictures in their own shape"
 )
 Logits = Callable[[np.ndarray], Any]
 
@@ -89,6 +100,10 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     writer = find_writer(format, model, output, "--format=")
+    size = model.image_size or pretrained.spec.image_size
+    if pretrained.spec.rule is not None and writer.library_ops is None and size is not None:
+        logger.warning(_SQUASHED.format(format, *size))
+        pretrained = with_image_size(pretrained, size)
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer)
@@ -242,6 +257,10 @@ def _describe_export(
     if (image_size := pretrained.model.image_size or spec.image_size) is not None:
         spec = spec.at(image_size)
     library_ops = FORMATS[format].library_ops
+    ops, rule = preparation(spec, None) if image_size else (None, None)
+    in_patches = {}
+    if rule is not None:
+        in_patches = {"max_tokens": rule.most, "patch_size": list(rule.patch_size)}
     return {
         "format": format,
         "source": pretrained.source,
@@ -257,7 +276,8 @@ def _describe_export(
             "mean": list(spec.mean),
             "std": list(spec.std),
             "cut": spec.cut and spec.cut._asdict(),
-            "ops": image_size and ops_for(spec),
+            "ops": ops,
+            **in_patches,
             "library_ops": library_ops and image_size and library_ops(spec),
             **{key: value for key, value in spec.stated_reading.items() if value is not None},
         },
@@ -305,7 +325,11 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
     sizes = ", ".join(f"{field} {model[field]}" for field in _SIZES if model.get(field))
     shown = "any size"
-    if pixels["image_size"] is not None:
+    if "max_tokens" in pixels:
+        shown = "in their own shape, at most {} patches of {} x {} pixels by `{}`".format(
+            pixels["max_tokens"], *pixels["patch_size"], pixels["ops"]
+        )
+    elif pixels["image_size"] is not None:
         shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
     classes = f"Classes: {model['num_classes']}"
