@@ -13,6 +13,7 @@ from finished_run import check_same_end, check_same_on_all_devices
 from vit_jax.base.errors import InputError
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data.images import files
 from vit_jax.data.images.given import open_images
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.stages import make_stage
@@ -121,7 +122,9 @@ def test_eight_devices_compute_as_one(make_config, tmp_path, overrides):
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_path, monkeypatch):
+def test_a_run_goes_on_within_each_number_of_tokens(
+    make_config, folder, tmp_path, monkeypatch, caplog
+):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     summary = train_and_evaluate(make_config(), whole)
     run = prepare(make_config(), whole)
@@ -150,7 +153,9 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
     with at_fault("evals.classification.ops"):
         evaluated(model, folder, evals__classification__ops="decode|resize")
     # A size makes all pictures squares, even the size of the positions.
+    monkeypatch.setattr(files, "_said", set())
     squares = np.stack([load_image(path, model.spec) for path in paths])
+    assert caplog.text.count("load_image: the model takes pictures in their own shape") == 1
     logits = jax.jit(model.model.apply)(model.variables, squares)
     found = predict([*map(str, paths)], whole, output="logits", image_size=32)
     np.testing.assert_allclose(found, logits, atol=1e-5)

@@ -7,6 +7,7 @@ python -m pytest -m interop tests/transfer/test_interop.py
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
@@ -16,7 +17,9 @@ from test_modern import HF, NOT_WRITTEN, TIMM
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Pictures
 from vit_jax.data.images.given import image_files
+from vit_jax.data.native import PatchRule
 from vit_jax.inference.outputs import outputs
 from vit_jax.models import create_model
 from vit_jax.transfer import (
@@ -49,6 +52,9 @@ CASES = {
         ("ViT-mu/4", {"pos_embed": "none"}),
         ("ViT-mu/4", {"registers": 4}),
         ("ViT-mu/4", {"registers": 4, "pool": "gap"}),
+        ("ViT-mu/4", {"gated_mlp": True, "gelu": "silu"}),
+        ("ViT-mu/4", {"gated_mlp": True, "gelu": "silu", "registers": 2, "layer_scale": 0.1}),
+        ("ViT-mu/4", {"pre_norm": True, "patch_bias": False, "gelu": "quick", "norm_eps": 1e-5}),
         ("DeiT-mu/4", {}),
         ("DeiT-mu/4", {"pos_embed": "none"}),
         ("DeiT-mu/4", {"pos_embed_class_token": False}),
@@ -245,12 +251,7 @@ def test_timm_takes_the_arguments_and_the_arrays(tmp_path, name, fields):
     torch = pytest.importorskip("torch")
     timm = pytest.importorskip("timm")
     path, images, ours = exported(tmp_path, "timm", name, fields)
-    config = json.loads((path / "config.json").read_text())
-    theirs = timm.create_model(
-        config["architecture"], num_classes=config["num_classes"], **config["model_args"]
-    )
-    arrays = {key: torch.from_numpy(a) for key, a in load_file(path / "model.safetensors").items()}
-    theirs.load_state_dict(arrays)
+    theirs = timm.create_model(f"local-dir:{path}", pretrained=True)
     with torch.no_grad():
         assert_close(theirs.eval()(torch.from_numpy(images)).numpy(), ours)
 
@@ -289,6 +290,33 @@ def test_timm_takes_a_naflexvit(golden, tmp_path, name):
         names = ("patches", "patch_coord", "patch_valid")
         found = theirs.eval()({key: torch.from_numpy(io[key]) for key in names})
         assert_close(found.numpy(), io["logits"], 2e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pool": "gap"}, {"pool": "gap", "registers": 2, "layer_scale": 0.1}, {"pool": "token"},
+        {"pool": "map"},
+    ],
+)  # fmt: skip
+def test_timm_takes_models_of_pictures_trained_here(tmp_path, fields):
+    torch = pytest.importorskip("torch")
+    timm = pytest.importorskip("timm")
+    model, variables = random_model(image_size=(12, 12), patch_size=4, max_tokens=9, **fields)
+    spec = Spec((12, 12), "antialiased", ops="decode", rule=PatchRule((4, 4), 9))
+    source = Pretrained("mine", model, tree.flatten_names(variables["params"]), spec)
+    export(source, tmp_path / "out", "timm")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    patches = np.random.default_rng(0).normal(size=(2, 9, 4, 4, 3)).astype(np.float32)
+    grids = np.array([[2, 4], [3, 1]], np.int32)
+    ours = model.apply(variables, Pictures(jnp.asarray(patches), jnp.asarray(grids)))
+    numbers, counts, columns = np.arange(9)[None], grids.prod(axis=1)[:, None], grids[:, 1:]
+    valid = numbers < counts
+    places = np.where(valid[..., None], np.stack([numbers // columns, numbers % columns], -1), 0)
+    given = {"patches": patches.reshape(2, 9, -1), "patch_coord": places, "patch_valid": valid}
+    with torch.no_grad():
+        found = theirs({name: torch.from_numpy(array) for name, array in given.items()})
+    assert_close(found.numpy(), np.asarray(ours), 2e-5)
 
 
 def test_timm_takes_an_efficientnet_and_gives_one(tmp_path):

@@ -223,6 +223,9 @@ def test_formats_of_one_size_leave_out_results_of_pictures(format, keeps, tmp_pa
     assert (pixels["ops"], pixels.get("max_tokens")) == (
         ("decode", 16) if keeps else ("decode|resize(antialias=True)", None)
     )
+    if keeps:  # without these two, timm's architecture takes its own
+        args = json.loads((output / "config.json").read_text())["model_args"]
+        assert (args["reg_tokens"], args["init_values"]) == (0, None)
     card = next(tmp_path.rglob("*.md")).read_text()
     assert ("at most 16 patches of 4 x 4 pixels by `decode`" in card) is keeps
     assert ("16 x 16 pixels, to which pictures are squashed" in caplog.text) is not keeps

@@ -60,6 +60,8 @@ class Format(NamedTuple):
     precisions: those in which a runtime computes the format, a program; (): it holds weights.
     of_pairs: whether it holds both towers of a model of images and texts; others hold the image
       tower.
+    keeps_shape: whether it can hold a model of pictures in their own shape; others hold one of
+      images of one size.
     """
 
     recognises: Callable[[Source], bool] | None = None
@@ -70,6 +72,7 @@ class Format(NamedTuple):
     library_ops: Callable[[Spec], str] | None = None
     precisions: Sequence[str] = ()
     of_pairs: bool = False
+    keeps_shape: bool = False
 
 
 def _of(file: Any) -> tuple[Callable[..., Any], ...]:
@@ -82,7 +85,7 @@ FORMATS = {
     "workdir": Format(workdir.recognises, workdir.read),
     "npz": Format(*(partial(f, variant=npz.FIRST) for f in _of(npz)), (".npz",)),
     "npz_v2": Format(*(partial(f, variant=npz.LATER) for f in _of(npz)), (".npz",)),
-    "hf": Format(*_of(huggingface), ("",), huggingface_images.library_ops),
+    "hf": Format(*_of(huggingface), ("",), huggingface_images.library_ops, keeps_shape=True),
     "hf_pair": Format(
         check=huggingface.check_pair,
         write=huggingface.write_pair,
@@ -91,7 +94,7 @@ FORMATS = {
         of_pairs=True,
     ),
     "open_clip": Format(open_clip.recognises, open_clip.read),
-    "timm": Format(*_of(timm), ("", ".safetensors"), timm_config.library_ops),
+    "timm": Format(*_of(timm), ("", ".safetensors"), timm_config.library_ops, keeps_shape=True),
     "t2t": Format(*_of(t2t), ("", ".safetensors")),
     **{
         name: Format(

@@ -99,11 +99,12 @@ def export(
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
-    writer = find_writer(format, model, output, "--format=")
     size = model.image_size or pretrained.spec.image_size
-    if pretrained.spec.rule is not None and writer.library_ops is None and size is not None:
+    if pretrained.spec.rule is not None and not FORMATS[format].keeps_shape and size is not None:
         logger.warning(_SQUASHED.format(format, *size))
         pretrained = with_image_size(pretrained, size)
+    model = pretrained.model
+    writer = find_writer(format, model, output, "--format=")
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer)
@@ -256,8 +257,8 @@ def _describe_export(
         text = {"text": _fields(side.matcher.text)}
     if (image_size := pretrained.model.image_size or spec.image_size) is not None:
         spec = spec.at(image_size)
-    library_ops = FORMATS[format].library_ops
     ops, rule = preparation(spec, None) if image_size else (None, None)
+    library_ops = FORMATS[format].library_ops if rule is None else None  # libraries keep shapes
     in_patches = {}
     if rule is not None:
         in_patches = {"max_tokens": rule.most, "patch_size": list(rule.patch_size)}

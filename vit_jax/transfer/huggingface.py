@@ -24,7 +24,6 @@ from vit_jax.base.files import write_whole
 from vit_jax.base.lazy import Lazy
 from vit_jax.config import image_hw
 from vit_jax.data.native import PatchRule
-from vit_jax.models.contract import with_known
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
 from vit_jax.models.zero_shot import need_text_side
@@ -279,7 +278,6 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
 
 def check_pair(model: nn.Module) -> list[str]:
     """The reasons why `model` cannot be the image tower of a CLIPModel or a SiglipModel."""
-    model = with_known(model, max_tokens=None)  # a pair takes images of one size
     if find_name(model) in PAIRS:
         return check(model)
     return ["its image tower is not CLIP's or SigLIP's, without a head"]
@@ -290,8 +288,7 @@ def write_pair(
 ) -> list[str]:
     """Write a CLIPModel or a SiglipModel, with its tokenizer; return the files' names."""
     side = need_text_side(pretrained.read_text_side, pretrained.source)
-    of_one_size = pretrained.model.clone(max_tokens=None)
-    tower, arrays, spec = _as_folder(path, pretrained._replace(model=of_one_size))
+    tower, arrays, spec = _as_folder(path, pretrained)
     name = tower["model_type"]
     check_texts(side.matcher, name)
     text = write_text_config(side.matcher, name)

@@ -251,6 +251,4 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what transformers does with `write_pixels`' values."""
-    if spec.rule is not None:
-        return preparation(spec, None)[0]
     return ops_of_cut((spec.cut or Cut())._replace(library="transformers"), spec.image_size)

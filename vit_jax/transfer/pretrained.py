@@ -16,6 +16,7 @@ from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.data.class_names import as_name
 from vit_jax.data.division import Division
+from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import Reading
 from vit_jax.data.native import PatchRule
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
@@ -267,12 +268,20 @@ def load_image(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:
     Reads JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF, and turns the image by its EXIF
     orientation unless `spec.exif` is False. If `spec.image_size` is None the image keeps its size.
 
-    The numbers are in the model's value range.
+    The numbers are in the model's value range. A model of pictures in their own shape gets them by
+    `predict` or `load_predictor`; here they are squashed to `spec.image_size`, and a warning says
+    so.
 
     Raises:
       OSError: if the file cannot be read.
       InputError: if it cannot be decoded, or `path` is neither a path nor bytes.
     """
+    if spec.rule is not None and spec.image_size is not None:
+        warn_once(
+            f"load_image: the model takes pictures in their own shape, and this squashes them to "
+            f"{spec.image_size}; use vit_jax.predict or vit_jax.load_predictor, or give "
+            "spec._replace(rule=None)"
+        )
     return spec.to_values(load_pixels(path, spec).astype(np.float32))
 
 

@@ -28,12 +28,12 @@ from vit_jax.transfer.workdir import workdir_of
 # Files of an earlier push that would be read in place of the new ones, or beside them.
 _OLD = ["*.safetensors", "*.safetensors.index.json", "preprocessor_config.json", "recipe.json"]
 _LIBRARIES = {"hf": "transformers", "hf_pair": "transformers", "timm": "timm"}
-_VIT = "2010.11929"  # at arXiv
+_VIT, _OWN_SHAPES = "2010.11929", "2502.14786"  # at arXiv
 _METRICS = {"top1": "accuracy", "accuracy": "accuracy"}  # ours: the Hub's, where it has one
 _SHOWN = (  # keys of the recipe in the card
-    "model.name", "init_from", "objective.name", "data.name", "data.split", "data.ops", "duration",
-    "global_batch_size", "loss.name", "optimizer.name", "optimizer.peak_lr",
-    "optimizer.weight_decay", "schedule.name", "schedule.warmup", "seed",
+    "model.name", "init_from", "objective.name", "data.name", "data.split", "data.ops",
+    "data.max_tokens", "duration", "global_batch_size", "loss.name", "optimizer.name",
+    "optimizer.peak_lr", "optimizer.weight_decay", "schedule.name", "schedule.warmup", "seed",
 )  # fmt: skip
 
 
@@ -84,8 +84,9 @@ def push(
         licence = {"license": license} if license else _licence_of(pretrained)
         data = _metadata(receipt, repository, format, licence, pretrained)
         sources = sys.modules[type(pretrained.model).__module__].__doc__ or ""
-        papers = re.findall(r"arXiv:(\d{4}\.\d+)", sources)
-        shown = [file.name for file in figures], papers or [_VIT]
+        papers = re.findall(r"arXiv:(\d{4}\.\d+)", sources) or [_VIT]
+        papers += [_OWN_SHAPES] * ("max_tokens" in receipt["preprocessing"])
+        shown = [file.name for file in figures], papers
         address = f"hf:{repository}" + (f"@{revision}" if revision else "")
         text = card.read_text() + _sections(receipt, recipe, shown, address, licence.get("license"))
         card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text}")

@@ -345,13 +345,13 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
         "no_embed_class": model.registers > 0 or not model.pos_embed_class_token,
         "fc_norm": model.norm_pooled,
         "act_layer": _ACT_LAYER[model.gelu],
+        # Stated even where unset: some architectures set them, such as NaFlexVit's.
+        "init_values": model.layer_scale,
+        "reg_tokens": model.registers,
     }
     if model.position_class.acts_on == "nothing":
         args["pos_embed"] = "none"
     args |= {"in_chans": model.channels} if model.channels != 3 else {}
-    if model.layer_scale is not None:
-        args["init_values"] = model.layer_scale
-    args |= {"reg_tokens": model.registers} if model.registers else {}
     args |= {"pre_norm": True} if model.pre_norm else {}
     if model.norm_eps != (timm_blocks.CLIP_TOWER if model.pre_norm else Kind()).eps:
         # Not an argument of timm: timm refuses it, which is better than using another epsilon.
