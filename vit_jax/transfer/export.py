@@ -100,11 +100,13 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     size = model.image_size or pretrained.spec.image_size
-    if pretrained.spec.rule is not None and not FORMATS[format].keeps_shape and size is not None:
-        logger.warning(_SQUASHED.format(format, *size))
-        pretrained = with_image_size(pretrained, size)
+    squashes = pretrained.spec.rule is not None and not FORMATS[format].keeps_shape and size
+    if squashes:
+        pretrained = with_image_size(pretrained, squashes)
     model = pretrained.model
     writer = find_writer(format, model, output, "--format=")
+    if squashes:
+        logger.warning(_SQUASHED.format(format, *squashes))
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer)
