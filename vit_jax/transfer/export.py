@@ -24,7 +24,7 @@ from vit_jax.base.quiet import quiet
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
-from vit_jax.models.contract import about, with_known
+from vit_jax.models.contract import about, for_one_size, with_known
 from vit_jax.models.zero_shot import TextSide, need_text_side
 from vit_jax.transfer import (
     FORMATS,
@@ -56,10 +56,6 @@ _TAKEN = {"bytes": "pixels from 0 to 255, uint8", "floats": "images in this valu
 _ZEROS = (
     "%s: all logits are 0, so comparing them shows nothing: the head was never trained; use the "
     "features, or fine-tune first"
-)
-_SQUASHED = (
-    "--format={}: takes images of one size, {} x {} pixels, to which pictures are squashed; the "
-    "results of the run are left out, because they are those of pictures in their own shape"
 )
 Logits = Callable[[np.ndarray], Any]
 
@@ -98,15 +94,9 @@ def export(
     pretrained = read_pretrained(source)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
-    pretrained = pretrained._replace(model=model)
-    size = model.image_size or pretrained.spec.image_size
-    squashes = pretrained.spec.rule is not None and not FORMATS[format].keeps_shape and size
-    if squashes:
-        pretrained = with_image_size(pretrained, squashes)
-    model = pretrained.model
+    model = model if FORMATS[format].keeps_shape else for_one_size(model)
     writer = find_writer(format, model, output, "--format=")
-    if squashes:
-        logger.warning(_SQUASHED.format(format, *squashes))
+    pretrained = _with_shapes_of(format, pretrained._replace(model=model))
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer)
@@ -146,6 +136,19 @@ def export(
         _check_free(output, [output] if inside else [output.parent / name for name in made])
         _move(root, output, made, inside)
     return receipt
+
+
+def _with_shapes_of(format: str, pretrained: Pretrained) -> Pretrained:
+    """The model for images of one size, and a warning, if the format cannot keep their shapes."""
+    size = pretrained.model.image_size or pretrained.spec.image_size
+    if pretrained.spec.rule is None or FORMATS[format].keeps_shape or size is None:
+        return pretrained
+    logger.warning(
+        "--format=%s: takes images of one size, %d x %d pixels, to which pictures are squashed; "
+        "the results of the run are left out, because they are those of pictures in their own "
+        "shape", format, *size,
+    )  # fmt: skip
+    return with_image_size(pretrained, size)
 
 
 def check_choice(
