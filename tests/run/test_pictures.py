@@ -8,7 +8,8 @@ import PIL.Image
 import pytest
 from asked import evaluate_model, prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
-from finished_run import check_same_end, check_same_on_all_devices
+from finished_run import check_same_end, check_same_on_all_devices, rows
+from started_job import Job
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import REQUIRED_TO_EVALUATE
@@ -61,15 +62,18 @@ def folder(tmp_path_factory):
     return folder
 
 
+def words_for(folder, **overrides):
+    words = WORDS | {key.replace("__", "."): value for key, value in overrides.items()}
+    words["data.data_dir"] = str(folder)
+    has_evaluator = words.get("evals.val") != "None"
+    return {k: value for k, value in words.items() if has_evaluator or "evals.val." not in k}
+
+
 @pytest.fixture(scope="module")
 def make_config(folder):
     def make(**overrides):
         config = load_config("folder:debug")
-        words = WORDS | {key.replace("__", "."): value for key, value in overrides.items()}
-        words["data.data_dir"] = str(folder)
-        if words.get("evals.val") == "None":
-            words = {key: value for key, value in words.items() if "evals.val." not in key}
-        assert not apply_overrides(config, list(words.items()))
+        assert not apply_overrides(config, list(words_for(folder, **overrides).items()))
         assert not find_faults(config)
         return config
 
@@ -122,6 +126,23 @@ def test_eight_devices_compute_as_one(make_config, tmp_path, overrides):
 
 
 @pytest.mark.usefixtures("one_device")
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [{}, PACKED, MASKED], ids=["drawn", "packed", "mae"])
+def test_two_processes_give_the_run_of_one(folder, tmp_path, overrides):
+    words = words_for(folder, **overrides)
+    flags = ["--config=folder:debug", *(f"--config.{key}={v}" for key, v in words.items())]
+    losses = []
+    for number in (1, 2):
+        workdir = tmp_path / f"{number}"
+        workdir.mkdir()
+        how = {"num_processes": number, "devices": 2 // number}
+        with Job(workdir, *flags, f"--workdir={workdir}/run", **how) as job:
+            assert {*job.codes()} == {0}, job.everything()
+        losses.append([row["train/loss"] for row in rows(workdir / "run") if "train/loss" in row])
+    assert len(losses[0]) == 8
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_a_run_goes_on_within_each_number_of_tokens(
     make_config, folder, tmp_path, monkeypatch, caplog
 ):
