@@ -30,7 +30,7 @@ def _text(declared) -> str:
 
 
 def _row(name: str, declared) -> tuple[str, ...]:
-    kind = "int or pair" if declared.kind is object else declared.kind.__name__
+    kind = declared.describe() if declared.kind is object else declared.kind.__name__
     default = "required" if declared.default is ... else f"`{declared.default!r}`"
     limits = declared.within or ", ".join(declared.choices)
     return (f"`{name}`", kind, default, limits, _sentence(declared.meaning))

@@ -2,9 +2,9 @@
 
 python tools/token_shares.py --data_dir=DIR
 
-DIR holds imagenet_sample/VERSION. It prints the table of docs/how_to/training.md: the share of all
-pixels that a form stretches by more than a tenth in one direction, the share that it cuts off, and
-the share of the places for patches that it leaves empty.
+DIR holds imagenet_sample/VERSION, 500 photographs, as TFDS prepares them. It prints the table of
+docs/how_to/training.md: the share of all pixels that a form stretches by more than a tenth in one
+direction, the share that it cuts off, and the share of the places for patches that it leaves empty.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import tensorflow as tf
 
+from vit_jax.base.errors import InputError
 from vit_jax.data import make_source
 from vit_jax.data.native import PatchRule
 
@@ -41,8 +42,11 @@ def in_own_shape(sides: np.ndarray, pack: tuple[int, ...]) -> tuple[float, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data_dir", required=True)
-    sides = read_sides(parser.parse_args().data_dir)
+    parser.add_argument("--data_dir", required=True, help="holds imagenet_sample/VERSION")
+    try:
+        sides = read_sides(parser.parse_args().data_dir)
+    except InputError as error:
+        parser.error(f"--data_dir: needs a folder with the TFDS data set imagenet_sample; {error}")
     short, long, area = sides.min(axis=1), sides.max(axis=1), sides.prod(axis=1)
     table = {
         f"a square of {MOST} patches, resized": (

@@ -59,6 +59,7 @@ def test_each_program_gets_its_own_steps():
         (TEXT, None),
         (0, "an int from 1 to 16384"),
         (True, "an int from 1 to 16384"),
+        ("64,144", "an int from 1 to 16384, such as 128, or numbers"),
         ("256", "numbers with their shares"),
         ("128@0.3 256@0.7", "numbers with their shares"),
         ("128@0.3, 256@0.6", "they add up to 0.9"),

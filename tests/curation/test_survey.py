@@ -50,7 +50,7 @@ def test_the_page_shows_what_there_is(sections):
     assert classes.state == "warning" and classes.table[1] == ("a", "30", "93.75%")
     assert said["sizes"].table[3][1:] == ("2",) * 5  # width / height
     assert "distort 100.0% of the pixels by more than 10%, or cut off 50.0%" in said["square"].found
-    assert "data.max_tokens" in said["square"].remedy
+    assert said["square"].remedy.startswith("--config=folder:native keeps their shape")
     assert "train/b/32.png" in said["broken"].found
     assert said["duplicates"].found == (
         "1 pictures of train are near an earlier one; 1 of them near one of val"

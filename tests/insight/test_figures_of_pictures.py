@@ -106,7 +106,9 @@ def test_files_of_pictures(paths, tmp_path, monkeypatch):
             file["grid"].tolist() == grids
             and file["valid"].tolist() == [True] * 3 + [False] + [True] * 2
         )
+        assert grids[3] == [0, 0] and dense[3].shape == (1, 1, 16) and np.isnan(dense[3]).all()
         for whole, half, own, (r, c) in zip(file["features"], halves, dense, grids, strict=True):
-            assert_near(whole[: r * c].reshape(r, c, -1), own)
+            assert_near(whole[: r * c], own.reshape(-1, 16)[: r * c])
+            assert r == c == 0 or own.shape == (r, c, 16)
             np.testing.assert_allclose(half, whole, rtol=1e-3, atol=1e-3)
             assert np.isnan(whole[r * c :]).all()

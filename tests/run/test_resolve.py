@@ -193,8 +193,9 @@ def test_a_run_of_the_same_name_gives_its_sizes():
     assert "model.num_heads" not in changes  # the variant's own
 
 
-def test_a_grey_source_gives_its_channels_and_value_range():
+def test_a_grey_source_gives_its_channels_and_value_range(caplog):
     """And how it reads files; unless the user sets them, also to the default."""
+    caplog.set_level("INFO", logger="vit_jax")
     model = create_model("ViT-mu/8", 3, 16, channels=1)
     spec = Spec((16, 16), "", (0.5,), (0.25,), channels=1, pixel_range=(0, 4095), exif=False)
     pretrained = Pretrained("run", model, {}, spec)
@@ -211,7 +212,9 @@ def test_a_grey_source_gives_its_channels_and_value_range():
         (("data.channels",), (3, (0.5,), (0.25,), (0, 4095), False)),
         (("data.std", "data.exif"), (1, (0.5,), (0.5, 0.5, 0.5), (0, 4095), True)),
     ):
+        caplog.clear()
         found = resolve(Settings.of(asked), Grey(), by_user=by_user)
+        assert [key for key in keys if f"{key}=" not in caplog.text] == [*by_user]
         assert tuple(flatten(found.config)[key] for key in keys) == decided
         by = {key: "user" if key in by_user else "source" for key in keys}
         assert {key: found.decided_by[key] for key in keys} == by

@@ -17,6 +17,7 @@ from typing import Any
 from vit_jax.config.sizes import Stage, Stages
 
 EXAMPLE = "128@0.3, 256@0.5, 576@0.2"
+PATCHES = "16@0.5, 32@0.5"  # an example of `model.patch_sizes`
 LARGEST = 16384
 
 
@@ -28,13 +29,16 @@ def split_draws(value: int | str) -> list[tuple[int, int]]:
     return sorted((int(number), round(100 * float(share))) for number, _, share in parts)
 
 
-def find_fault_of_draws(value: Any) -> str | None:
-    """The fault of a number, or of numbers that are drawn; None: it has none."""
-    if not isinstance(value, str):
-        valid = type(value) is int and 1 <= value <= LARGEST
-        return None if valid else f'needs an int from 1 to {LARGEST}, or shares, "{EXAMPLE}"'
-    if not re.fullmatch(r"\s*\d{1,5}@0?\.\d+\s*(,\s*\d{1,5}@0?\.\d+\s*)+", value):
-        return f'needs numbers with their shares of the steps, such as "{EXAMPLE}"'
+def find_fault_of_draws(value: Any, example: str = EXAMPLE) -> str | None:
+    """The fault of a number, or of numbers that are drawn, such as `example`; None: it has none."""
+    if type(value) is int and 1 <= value <= LARGEST:
+        return None
+    form = r"\s*\d{1,5}@0?\.\d+\s*(,\s*\d{1,5}@0?\.\d+\s*)+"
+    if not (isinstance(value, str) and re.fullmatch(form, value)):
+        return (
+            f"needs an int from 1 to {LARGEST}, such as {split_draws(example)[0][0]}, or numbers "
+            f'with their shares of the steps, such as "{example}"'
+        )
     shares = [float(part.partition("@")[2]) for part in value.split(",")]
     draws = split_draws(value)
     if not all(1 <= number <= LARGEST for number, _ in draws):

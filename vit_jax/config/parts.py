@@ -25,6 +25,7 @@ from ml_collections.config_dict import placeholder
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import plugins
+from vit_jax.config.drawn import EXAMPLE as DRAWN
 from vit_jax.config.drawn import find_fault_of_draws, split_draws
 from vit_jax.config.durations import check_duration, split_durations
 from vit_jax.config.sizes import EXAMPLE, find_fault_of_sizes, split_sizes
@@ -58,10 +59,12 @@ class Key(typing.NamedTuple):
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, "sizes" (an
-      image size, or a schedule of them), "draws" (numbers drawn by shares), or "" for any.
+      image size, or a schedule of them), "draws" (a number, or several drawn by shares), or "" for
+      any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
     decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.
+    example: of the values of the form "draws".
     """
 
     kind: type
@@ -73,6 +76,7 @@ class Key(typing.NamedTuple):
     before: Any
     decided: bool
     item: type | None
+    example: str = DRAWN
 
     def describe(self) -> str:
         """The values that it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
@@ -86,7 +90,7 @@ class Key(typing.NamedTuple):
         if self.form == "sizes" and isinstance(value, str):
             return find_fault_of_sizes(value)
         if self.form == "draws":
-            return find_fault_of_draws(value)
+            return find_fault_of_draws(value, self.example)
         if self.kind is object and as_pair(value) is None:
             schedule = f', or a schedule, "{EXAMPLE}"' if self.form == "sizes" else ""
             return f"needs a positive int or a pair of them, up to {LARGEST_SIDE}{schedule}"
@@ -161,7 +165,7 @@ def as_pair(size: Any) -> tuple[int, int] | None:
 def key(
     default: Any, meaning: str, *,
     within: str = "", choices: Sequence[str] = (), form: str = "", before: Any = ...,
-    decided: bool = False,
+    decided: bool = False, example: str = DRAWN,
 ) -> Any:  # fmt: skip
     """Declare a key as a field of a `Section` or `Part`; see `Key` for the arguments."""
     about: dict[str, Any] = {
@@ -170,7 +174,7 @@ def key(
         "choices": tuple(choices),
         "form": form,
     }
-    about |= {"before": before, "decided": decided}
+    about |= {"before": before, "decided": decided, "example": example}
     if default is ...:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)

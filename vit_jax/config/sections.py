@@ -10,6 +10,7 @@ import os
 from typing import ClassVar
 
 from vit_jax.config.drawn import EXAMPLE as DRAWN
+from vit_jax.config.drawn import PATCHES
 from vit_jax.config.parts import BATCH, FROM_0, POSITIVE, SHARE, OpenSection, Section, key
 from vit_jax.config.sizes import EXAMPLE
 from vit_jax.config.study import Study
@@ -94,8 +95,8 @@ class Model(OpenSection):
         "the end", form="duration",
     )  # fmt: skip
     patch_sizes: int | None = key(
-        None, 'drawn for each step, "16@0.5, 32@0.5", among them patch_size, which the parameters '
-        "and evaluations have; None: all steps have it", form="draws",
+        None, f'drawn for each step, "{PATCHES}", among them patch_size, which the parameters '
+        "and evaluations have; None: all steps have it", form="draws", example=PATCHES,
     )  # fmt: skip
 
 

@@ -257,8 +257,8 @@ def _set(
         raise ValueError("write None, with a capital N")
     of_strings = declared is not None and declared.item is str
     kind = node.get_type(leaf)
-    marks = {"sizes": " at ", "draws": "@"}
-    if declared is not None and marks.get(declared.form, "\n") in text:
+    form = declared.form if declared is not None else ""
+    if (form == "sizes" and " at " in text) or (form == "draws" and not text.isdecimal()):
         kind, text = str, text.strip("'\"")  # a sweep needs quotes, for the commas
     with node.ignore_type():
         node[leaf] = _parse_value(text, kind, optional, of_strings)

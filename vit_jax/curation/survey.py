@@ -99,7 +99,7 @@ def _square(height: np.ndarray, width: np.ndarray, keeps_shape: bool) -> Section
     )
     if keeps_shape or cut < _MUCH:
         return Section("square", "ok", f"{said}{'; data.max_tokens keeps shapes' * keeps_shape}")
-    remedy = "--config=folder:MODEL,native, or --config.data.max_tokens=N, keeps their shape"
+    remedy = "--config=folder:native keeps their shape; with a larger model folder:ViT-S/16,native"
     return Section("square", "warning", said, remedy)
 
 

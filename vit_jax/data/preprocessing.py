@@ -179,6 +179,12 @@ def rule_of(data: Data) -> PatchRule | None:
     return PatchRule(data.patch_size, data.max_tokens)
 
 
+def rule_of_training(data: Data) -> PatchRule | None:
+    """`rule_of` for training, where a row may hold several pictures."""
+    rule = rule_of(data)
+    return rule._replace(most=max(data.pack), pack=data.pack) if rule and data.pack else rule
+
+
 def describe_images(data: Data) -> str:
     """The shape of a run's images, for the user; of packed ones also how a row holds them."""
     rule, pack = rule_of(data), data.pack
@@ -209,10 +215,7 @@ def describe_batch(
     d, (host_ops, device_ops, _, views, text) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
     if (host_ops or device_ops or not views) and features is None:
-        rule = rule_of(data)
-        if rule is not None and data.pack:
-            rule = rule._replace(most=max(data.pack), pack=data.pack)
-        crops["image"] = image_crops("data.ops", d.image_size, host_ops, rule)
+        crops["image"] = image_crops("data.ops", d.image_size, host_ops, rule_of_training(data))
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
     return BatchSpec(size, crops, d.channels, label_size, text, features)
 

@@ -48,7 +48,8 @@ def outputs(
 
     Yields:
       (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
-      could not be read. Patches of pictures come with "grid" (b, 2), their rows and columns.
+      could not be read. Patches of pictures come with "grid" (b, 2), their rows and columns, which
+      are 0 for such a record.
 
     Raises:
       InputError: if the model has no such layer, no classes, no attention, or no fixed image size.
@@ -68,6 +69,8 @@ def outputs(
     keys = ("mask", "label", *["grid"] * (spec.rule is not None and what in ("dense", "attention")))
     for found, batch in computed(pretrained, source, compute, keys=keys, **how):
         kept = len(batch["mask"])
+        if "grid" in batch:  # of a record that could not be read it has one patch
+            batch["grid"] = np.where(batch["mask"][:, None] > 0, batch["grid"], 0)
         yield np.asarray(found[:kept], np.float32), batch
 
 
@@ -177,9 +180,10 @@ def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray
 def in_own_shape(x: np.ndarray, grid: np.ndarray, num_prefix: int) -> np.ndarray:
     """A picture's map (rows, columns, D), or its weights (H, T, T), from its row of `outputs`.
 
-    `grid`: its rows and columns; `num_prefix`: tokens before the patches.
+    `grid`: its rows and columns; `num_prefix`: tokens before the patches. A picture that could not
+    be read has one patch.
     """
-    rows, columns = grid
+    rows, columns = np.maximum(grid, 1)
     if x.ndim == 2:
         return x[: rows * columns].reshape(rows, columns, -1)
     return x[:, : num_prefix + rows * columns, : num_prefix + rows * columns]

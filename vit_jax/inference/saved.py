@@ -6,7 +6,8 @@ FOLDER/part_00000.parquet   a row for each record: `id`, its index; `file`, its 
                             be read
 FOLDER/part_00000.npy       or the features of these rows, float16, NaN for those with an error; of
                             patches of pictures in their own shape (n, S, D), NaN after the
-                            patches, and the table has their `grid` of rows and columns
+                            patches, and the table has their `grid` of rows and columns, 0 for
+                            those with an error
 FOLDER/summary.json         the numbers of rows and of errors; written last
 """
 
@@ -57,8 +58,8 @@ def write_features(
     The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="dense"`; `valid`
     (n,), False for images that could not be read, whose features are NaN; `record` (n,), the names
     of the records; and for data sets `label` (n,). For pictures in their own shape "dense" gives
-    (n, S, D), NaN after their patches, and `grid` (n, 2), their rows and columns. Features are
-    written batch by batch.
+    (n, S, D), NaN after their patches, and `grid` (n, 2), their rows and columns, 0 for images that
+    could not be read. Features are written batch by batch.
 
     `output` comes from `check_output`.
     """

@@ -3,6 +3,7 @@
 import numpy as np
 import PIL.Image
 import pytest
+from at_fault import at_fault
 from read_settings import settings_of
 
 from vit_jax.config import Settings, base_config
@@ -120,6 +121,30 @@ def test_records_that_cannot_be_decoded_are_passed_over(tmp_path, config, two_op
         dict(make_columns(settings_of(config).data, config.seed, source))["original\n"]
     )
     assert (original[..., 0] == 200).all()
+
+
+def test_pictures_keep_their_shape(tmp_path, config, two_operations):
+    """Cut into patches and flipped as a run does; no column needs images of one size."""
+    pixels = np.arange(8 * 24 * 3, dtype=np.uint8).reshape(8, 24, 3)  # 2 x 6 patches
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            image = pixels if i % 2 else pixels.transpose(1, 0, 2)
+            PIL.Image.fromarray(image).save(tmp_path / name / f"{i}.png")
+    config.data.name, config.data.data_dir = "folder", str(tmp_path)
+    config.data.max_tokens, config.data.ops = 12, "decode|flip"
+    columns = dict(make_columns(*drawn(config)))
+    flipped = set()
+    for i, image in enumerate(columns["original\n"]):
+        np.testing.assert_array_equal(columns["before\nrandaugment"][i], image)
+        for draw in (columns[f"data.ops\ndraw {j}"][i] for j in (1, 2)):
+            flipped.add(is_flipped := bool((draw != image).any()))
+            np.testing.assert_array_equal(draw, image[:, ::-1] if is_flipped else image)
+    assert flipped == {False, True}
+    assert "Rotate\nmagnitude 5" in columns and "mixup(8.0)\n" not in columns
+    config.data.max_tokens, config.data.ops = None, "decode"
+    with at_fault("data.ops"):  # as a run, which needs images of one size
+        make_columns(*drawn(config))
 
 
 @pytest.mark.parametrize("channels", [1, 4])

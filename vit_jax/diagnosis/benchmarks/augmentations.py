@@ -13,12 +13,15 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images, Pictures, cut_out
+from vit_jax.base.tree import Batch
 from vit_jax.config.sections import Data
-from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
-from vit_jax.data.batch import decode_early
+from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
+from vit_jax.data.batch import decode_early, image_crops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.data.ops import DeviceOp, HostOp
+from vit_jax.data.preprocessing import rule_of_training
 
 _ROWS = 4  # one training image each
 _SAMPLES = 5
@@ -37,8 +40,8 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
     training. The others show the image after the host ops of `data.ops` before `randaugment` (after
     all host ops if there is no `randaugment`): as it is; after each operation of RandAugment at
     magnitudes 5 and 15; after five draws of randaugment(2, 15); and after MixUp, CutMix and erasing
-    with strong parameters. Without three channels there are no columns of RandAugment. Columns wrap
-    into bands.
+    with strong parameters. Without three channels there are no columns of RandAugment, and without
+    images of one size none of MixUp, CutMix and erasing, which need it. Columns wrap into bands.
 
     Args:
       d, seed: of a resolved config.
@@ -46,7 +49,7 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
       output: the PNG's path; an existing file is overwritten.
 
     Raises:
-      InputError: if the images are smaller than a crop.
+      InputError: as in training, if ops do not suit the images.
     """
     original, *changed = make_columns(d, seed, source)
     sheet = draw_bands(
@@ -70,42 +73,57 @@ def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
     """
     size = d.image_size
     host_ops, device_ops = parse_ops(d.ops, size)
-    check_crops(host_ops, "data.ops")
+    crops = image_crops("data.ops", size, host_ops, rule_of_training(d))
+    crops.check(source)
     names = [op.name for op in host_ops]
     before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops
     records, whole, read = zip(*(_first_readable(source, i) for i in range(_ROWS)), strict=True)
-    (to_size,), _ = parse_ops("resize", size)
+    rule, resize = crops.rule, parse_ops("resize", size)[0]
+
+    def keys_of(sample: int) -> tf.Tensor:
+        return order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, seed)
 
     def on_host(
         ops: Sequence[HostOp], images: Sequence[tf.Tensor], sample: int = 0
     ) -> list[np.ndarray]:
-        keys = order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, seed)
+        keys = keys_of(sample)
         for i, op in enumerate(ops):
             images = [op(image, order.fold_in(keys[j], i)) for j, image in enumerate(images)]
         return [image.numpy() for image in images]
 
-    def on_device(ops: Sequence[DeviceOp]) -> Callable[..., np.ndarray]:
+    def join(images: Sequence[np.ndarray], sample: int) -> Images:
+        if rule is None:
+            for image in images:
+                crops.check_made(image.shape, source.channels)
+            return jnp.asarray(np.stack(images))
+        cut = [rule.cut(image, key) for image, key in zip(images, keys_of(sample), strict=True)]
+        return Pictures(*(np.stack([one[name] for one in cut]) for name in ("image", "grid")))
+
+    def on_device(ops: Sequence[DeviceOp]) -> Callable[..., Sequence[np.ndarray]]:
         pixels = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
         classes = {"num_classes": d.num_classes}
         transform = jax.jit(make_device_transform(ops, **pixels, **classes))
 
-        def apply(images: Sequence[np.ndarray], sample: int = 0) -> np.ndarray:
-            batch = {
-                "image": jnp.asarray(np.stack(images)),
+        def apply(images: Sequence[np.ndarray], sample: int = 0) -> list[np.ndarray]:
+            batch: Batch = {
+                "image": join(images, sample),
                 "label": jnp.zeros(_ROWS, jnp.int32),
                 "mask": jnp.ones(_ROWS),
                 "id": jnp.asarray(records, jnp.int32),
             }
             row_keys = jax.random.split(jax.random.key(seed + sample), _ROWS)
-            changed = transform(batch, row_keys)["image"]
-            return np.asarray(jnp.round(changed)).astype(np.uint8)
+            changed = jax.device_get(transform(batch, row_keys)["image"])
+            return [np.round(image).astype(np.uint8) for image in cut_out(changed)]
 
         return apply
 
     columns, finish = [("original\n", whole)], on_device(device_ops)
     for i in range(_SAMPLES):
         columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
-    originals = on_host([*before, to_size], read)
+    if rule is None:
+        originals = on_host([*before, *resize], read)
+    else:
+        originals = on_device(())(on_host(before, read))
     columns.append(("before\nrandaugment", originals))
     for name in augment.OPERATIONS if source.channels == 3 else ():
         for magnitude in _MAGNITUDES:
@@ -115,7 +133,7 @@ def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
     for i in range(_SAMPLES if source.channels == 3 else 0):
         changed = on_host([randaugment], originals, i)
         columns.append((f"randaugment\n(2, 15), draw {i + 1}", changed))
-    for op in _DEVICE_OPS:
+    for op in _DEVICE_OPS if rule is None else ():
         columns.append((f"{op}\n", on_device(parse_ops(op, size)[1])(originals)))
     return columns
 

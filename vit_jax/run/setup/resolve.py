@@ -153,6 +153,9 @@ def resolve(
         }
         config = config_lib.with_values(config, changes) if changes else config
         decided_by |= dict.fromkeys(changes, by)
+        if "model.name" in changes:
+            said = ", ".join(f"{key}={value}" for key, value in changes.items())
+            logger.info("taken from init_from=%s: %s", config.init_from, said)
         if by == "source" and changes:
             faults += find_faults(config)  # the checks did not know what the source decides
         if by not in ("source", "model", "teachers") or config.data.image_size is None:
@@ -258,9 +261,6 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
     for key, theirs in (("exif", spec.exif is not False), ("pixel_range", spec.pixel_range)):
         if d[key] == default[key] != theirs:
             changes[f"data.{key}"] = theirs
-    if config.model.name is None:
-        said = ", ".join(f"{key}={value}" for key, value in changes.items())
-        logger.info("taken from init_from=%s: %s", pretrained.source, said)
     return changes
 
 
@@ -328,17 +328,19 @@ def cut_pictures(config: ConfigDict) -> Changes:
     The square, with about `data.max_tokens` patches, is the image size where that is None. Where
     patch sizes are drawn, the config states the one of the parameters.
     """
-    settings = Settings.of(config)
-    if settings.model.patch_sizes is not None and settings.model.name is not None:
-        model = model_of(settings.model, settings.data)
-        return {"model.patch_size": model.token_stride}
-    if settings.data.max_tokens is None or settings.model.name is None:
+    settings, changes = Settings.of(config), Changes()
+    draws, cuts = settings.model.patch_sizes is not None, settings.data.max_tokens is not None
+    if settings.model.name is None or not (draws or cuts):
         return {}
     model = model_of(settings.model, settings.data)
-    height, width = model.image_size
-    size = height if height == width else (height, width)
-    changes = {"data.image_size": size} if config.data.image_size is None else {}
-    return {"data.patch_size": model.token_stride, **changes}
+    if draws:
+        changes["model.patch_size"] = model.token_stride
+    if cuts:
+        changes["data.patch_size"] = model.token_stride
+        if config.data.image_size is None:
+            height, width = model.image_size
+            changes["data.image_size"] = height if height == width else (height, width)
+    return changes
 
 
 def freeze_layers(config: ConfigDict) -> Changes:
