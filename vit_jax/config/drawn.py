@@ -16,20 +16,21 @@ from typing import Any
 
 from vit_jax.config.sizes import Stage, Stages
 
-EXAMPLE = "128@0.3, 256@0.5, 576@0.2"
-PATCHES = "16@0.5, 32@0.5"  # an example of `model.patch_sizes`
+# Examples of what is drawn.
+TOKENS = "128@0.3, 256@0.5, 576@0.2"  # of `data.max_tokens`
+PATCHES = "16@0.5, 32@0.5"  # of `model.patch_sizes`
 LARGEST = 16384
 
 
 def split_draws(value: int | str) -> list[tuple[int, int]]:
-    """[(128, 30), (256, 50), (576, 20)], numbers and percent, of EXAMPLE; the numbers rise."""
+    """[(128, 30), (256, 50), (576, 20)], numbers and percent, of TOKENS; the numbers rise."""
     if not isinstance(value, str):
         return [(value, 100)]
     parts = [part.partition("@") for part in value.split(",")]
     return sorted((int(number), round(100 * float(share))) for number, _, share in parts)
 
 
-def find_fault_of_draws(value: Any, example: str = EXAMPLE) -> str | None:
+def find_fault_of_draws(value: Any, example: str = TOKENS) -> str | None:
     """The fault of a number, or of numbers that are drawn, such as `example`; None: it has none."""
     if type(value) is int and 1 <= value <= LARGEST:
         return None

@@ -25,8 +25,7 @@ from ml_collections.config_dict import placeholder
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import plugins
-from vit_jax.config.drawn import EXAMPLE as DRAWN
-from vit_jax.config.drawn import find_fault_of_draws, split_draws
+from vit_jax.config.drawn import TOKENS, find_fault_of_draws, split_draws
 from vit_jax.config.durations import check_duration, split_durations
 from vit_jax.config.sizes import EXAMPLE, find_fault_of_sizes, split_sizes
 
@@ -76,7 +75,7 @@ class Key(typing.NamedTuple):
     before: Any
     decided: bool
     item: type | None
-    example: str = DRAWN
+    example: str = TOKENS
 
     def describe(self) -> str:
         """The values that it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
@@ -165,7 +164,7 @@ def as_pair(size: Any) -> tuple[int, int] | None:
 def key(
     default: Any, meaning: str, *,
     within: str = "", choices: Sequence[str] = (), form: str = "", before: Any = ...,
-    decided: bool = False, example: str = DRAWN,
+    decided: bool = False, example: str = TOKENS,
 ) -> Any:  # fmt: skip
     """Declare a key as a field of a `Section` or `Part`; see `Key` for the arguments."""
     about: dict[str, Any] = {

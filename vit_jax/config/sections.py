@@ -9,8 +9,7 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 import os
 from typing import ClassVar
 
-from vit_jax.config.drawn import EXAMPLE as DRAWN
-from vit_jax.config.drawn import PATCHES
+from vit_jax.config.drawn import PATCHES, TOKENS
 from vit_jax.config.parts import BATCH, FROM_0, POSITIVE, SHARE, OpenSection, Section, key
 from vit_jax.config.sizes import EXAMPLE
 from vit_jax.config.study import Study
@@ -131,7 +130,7 @@ class Data(OpenSection):
     )
     max_tokens: int | None = key(
         None, "pictures keep their shape, each sized to fill at most so many patches, or a number "
-        f'drawn for each step, "{DRAWN}"; None: all have data.image_size', form="draws",
+        f'drawn for each step, "{TOKENS}"; None: all have data.image_size', form="draws",
     )  # fmt: skip
     pack: tuple[int, ...] | None = key(
         None, "in training a row of tokens holds several pictures, sized to fill at most so many "
