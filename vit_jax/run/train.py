@@ -85,7 +85,8 @@ def train_and_evaluate(
                            "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
-    whole = TokenPass(with_known(run.experiment.model, keep_tokens=1.0))  # as evaluators pass it
+    # As evaluators pass it.
+    whole = TokenPass(with_known(run.experiment.model, keep_tokens=1.0, pack=None))
     passes = [each for e in run.experiments for each in e.passes]
     check_kernels([*passes, *[whole] * bool(run.evaluators)], run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
