@@ -16,6 +16,7 @@ from flax import struct
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS, Attention
+from vit_jax.models.dense import Dense, multiply_exactly
 from vit_jax.models.layers import NO_CONTEXT, Context, EncoderBlock, EncoderFields
 from vit_jax.models.text import Causal
 
@@ -91,7 +92,10 @@ class Captioner(EncoderFields, nn.Module):
         )
         self.pos_embedding = self.param("pos_embedding", normal, (self.length, self.width))
         self.encoder = self.make_encoder()
-        self.head = nn.Dense(self.vocabulary)
+        self.head = Dense(
+            self.vocabulary, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal(),
+            multiply=multiply_exactly,
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -110,7 +114,7 @@ class Captioner(EncoderFields, nn.Module):
         x_BTD = self.constrain(x_BTD, ("batch", None, None))
         context = Context(Sight(is_parallel_B), image_BMD=image_BMD.astype(self.dtype))
         x_BTD = self.encoder(x_BTD, context=context, train=train)
-        return self.head(x_BTD.astype(jnp.float32))
+        return self.head(x_BTD)
 
     @property
     def num_tokens(self) -> int:
