@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
+from pairs import siglip
 from published import random_model
 from safetensors.numpy import load_file, save_file
 from test_modern import HF, NOT_WRITTEN, TIMM
@@ -49,6 +50,7 @@ CASES = {
         ("ViT-mu/4", {"pool": "map"}),
         ("ViT-mu/4", {"pool": "map", "class_token": True, "norm_eps": 1e-6}),
         ("ViT-mu/4", {"layer_scale": 0.1, "qkv_bias": False}),
+        ("ViT-mu/4", {"gelu": "exact", "norm_eps": 1e-12}),
         ("ViT-mu/4", {"pos_embed": "none"}),
         ("ViT-mu/4", {"registers": 4}),
         ("ViT-mu/4", {"registers": 4, "pool": "gap"}),
@@ -273,6 +275,21 @@ def test_transformers_opens_a_siglip_2(golden, tmp_path):
         assert_close(found.pooler_output.numpy(), io["features"], 2e-5)
     processor = transformers.Siglip2ImageProcessor.from_pretrained(tmp_path / "out")
     assert (processor.patch_size, processor.max_num_patches) == (16, 18)
+
+
+def test_transformers_reads_texts_as_a_pair_of_ours_does(golden, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    source = siglip(golden, tmp_path / "source")
+    stated = source / "tokenizer_config.json"  # as `train_tokenizer` states it
+    kept = ("tokenizer_class", "unk_token", "pad_token", "eos_token")
+    stated.write_text(json.dumps({key: json.loads(stated.read_text())[key] for key in kept}))
+    export(source, tmp_path / "out", "hf_pair")
+    labels = ["a red boat", "a cat and a dog"]
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+    found = processor(text=labels, padding="max_length", return_tensors="np")
+    assert {*found} == {"input_ids"}
+    ours = read_pretrained(source).read_text_side().read_tokenizer()(labels)
+    np.testing.assert_array_equal(found["input_ids"], ours)
 
 
 @pytest.mark.parametrize("name", ["timm_naflex", "timm_naflex_siglip"])

@@ -150,6 +150,8 @@ def test_an_export_takes_the_tokenizer_along(golden, tmp_path, capsys):
     files = json.loads(capsys.readouterr().out)["files"]
     assert {"spiece.model", "tokenizer_config.json"} <= {*files}
     assert (tmp_path / "out/spiece.model").read_bytes() == (source / "spiece.model").read_bytes()
+    stated = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert stated["model_input_names"] == ["input_ids"] and stated["model_max_length"] > 0
 
 
 def test_numbers_of_positions_are_no_weights(golden, tmp_path):

@@ -40,10 +40,12 @@ def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, format):
     assert not hub.repositories
     assert "license: mit" in out
     assert main([*words, "--license=mit"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    said = json.loads(printed.out)
     files = hub.repositories["me/mine", COMMITS["main"]]
     assert {name: len(content) for name, content in files.items()} == said["files"]
     assert ("model.safetensors.index.json" in files) == (format == "timm")
+    assert ("but timm reads one file only" in printed.err) == (format == "timm")
     assert out.endswith(files["README.md"].decode() + "\n")
     card = ModelCard(files["README.md"].decode()).data
     assert (card.license, card.pipeline_tag) == ("mit", "image-classification")

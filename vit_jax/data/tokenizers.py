@@ -255,8 +255,8 @@ def train_tokenizer(texts: Iterable[str], size: int = SIZE) -> dict[str, bytes]:
         raise InputError(
             f"data.tokenizer=None: none can be trained on the captions ({e})"
         ) from None
-    stated = {"tokenizer_class": "SiglipTokenizer", "unk_token": "<unk>"}
-    stated |= {"pad_token": "</s>", "eos_token": "</s>"}
+    stated: dict[str, Any] = {"tokenizer_class": "SiglipTokenizer", "unk_token": "<unk>"}
+    stated |= {"pad_token": "</s>", "eos_token": "</s>", "model_input_names": ["input_ids"]}
     return {_SENTENCES: model.getvalue(), _STATED[1]: json.dumps(stated).encode()}
 
 

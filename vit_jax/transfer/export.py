@@ -364,8 +364,8 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     eps = model.get("norm_eps")
     if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
         lines.append(
-            "- timm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args "
-            f"and pass `norm_layer=partial(nn.LayerNorm, eps={eps})`"
+            f"- timm takes its own LayerNorm epsilon, and this model has {eps}: for equal logits "
+            f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`, without `eps` in model_args"
         )
     if receipt["computed_in"] != "float32" == back["dtype"]:
         lines.append(

@@ -9,6 +9,7 @@ pooler of a `ViTModel` becomes the hidden layer of the head; `method="pre_logits
 output. `huggingface_kinds` has the kinds of towers, `huggingface_texts` the text towers of pairs.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -303,8 +304,17 @@ def write_pair(
     scale = {"logit_scale": np.asarray(side.matcher.bound(side.params["logit_scale"]))}
     arrays |= write_rows(text_rows(side.matcher), {**side.params, **scale}, side.matcher)
     files = _write_folder(path, config, arrays, spec, max_shard_size)
+    # Without these, transformers pads texts to another length, and masks SigLIP's padding.
+    needed: dict[str, Any] = {"model_max_length": side.matcher.text.length}
+    needed |= {"model_input_names": ["input_ids"]} if PAIRS[name] == "siglip" else {}
     for file in side.files:
-        write_whole(path / file.name, file.read_bytes())
+        content = file.read_bytes()
+        if file.name == "tokenizer_config.json":
+            stated = json.loads(content)
+            if missing := needed.keys() - stated.keys():
+                stated |= {key: needed[key] for key in sorted(missing)}
+                content = json.dumps(stated, indent=2).encode()
+        write_whole(path / file.name, content)
     return [*files, *(file.name for file in side.files)]
 
 

@@ -101,12 +101,14 @@ def check_size(size: str, key: str) -> None:
 
 
 def write_tensors(
-    path: epath.Path, arrays: Mapping[str, np.ndarray | Lazy], max_shard_size: str | None = None
+    path: epath.Path,
+    arrays: Mapping[str, np.ndarray | Lazy],
+    max_shard_size: str | int | None = None,
 ) -> list[str]:
     """Write arrays in PyTorch's names; return the names of the files.
 
     A path to WEIGHTS becomes several files and an index if the arrays need more than
-    `max_shard_size`, such as "500MB"; None: SHARD_SIZE. Files have PyTorch's mark in their
+    `max_shard_size`, bytes or "500MB"; None: SHARD_SIZE. Files have PyTorch's mark in their
     metadata, which some libraries require, and batch norms the counters that PyTorch expects.
     """
     means = [name for name in arrays if name.endswith(".running_mean")]

@@ -4,10 +4,14 @@
 defaults. `timm_config` holds the rest of the file, `timm_efficientnet` the other family of models.
 """
 
+import logging
 import math
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -54,6 +58,9 @@ _NORM_EPS = {"layernorm": 1e-6, "rmsnorm": 1e-6, "layernormbf16": 1e-5}  # by `n
 _PATCHES = timm_blocks.PATCHES_WEIGHT
 _DOWN = "blocks.0.mlp.fc2.weight"
 _LAYER_SCALE = ("blocks.0.ls1.gamma", "blocks.0.gamma_1")
+_SMALL = 1e-3  # of the largest output; float16 changes outputs as much
+
+logger = logging.getLogger("vit_jax")
 
 
 def encoder_rows(model: nn.Module) -> list[Row]:
@@ -176,7 +183,8 @@ def _read_unseen(
     pool = _read_pool(config, source, kind)
     act = config.args.get("act_layer", kind.act)
     norm_layer = config.args.get("norm_layer")
-    eps = float(config.args.get("eps", _NORM_EPS.get(norm_layer, kind.eps)))
+    eps = _NORM_EPS.get(norm_layer, kind.eps)
+    eps = float(config.args.get("eps", config.stated.get("norm_eps", eps)))
     has_default = "model_args" in config.stated and not config.is_named
     default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
     heads = config.args.get("num_heads", default_heads)
@@ -312,6 +320,13 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         "model_args": args,
         **({"max_tokens": model.max_tokens} if flexible else {}),
     }
+    if "eps" in args and (difference := _difference_by_eps(pretrained)) <= _SMALL:
+        config["norm_eps"] = args.pop("eps")
+        logger.warning(
+            "--format=timm: timm computes norms with its own epsilon, %g, and this model with %g: "
+            "in timm logits differ by up to %.2g of the largest", _eps_of_timm(model),
+            model.norm_eps, difference,
+        )  # fmt: skip
     spec = pretrained.spec.at(model.image_size).of(model.channels)
     spec = spec._replace(cut=None) if flexible else spec
     return timm_config.write(path, config, arrays, spec, max_shard_size)
@@ -353,10 +368,28 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
         args["pos_embed"] = "none"
     args |= {"in_chans": model.channels} if model.channels != 3 else {}
     args |= {"pre_norm": True} if model.pre_norm else {}
-    if model.norm_eps != (timm_blocks.CLIP_TOWER if model.pre_norm else Kind()).eps:
-        # Not an argument of timm: timm refuses it, which is better than using another epsilon.
+    if model.norm_eps != _eps_of_timm(model):
+        # Not an argument of timm: timm refuses it, which is better than to compute otherwise.
         args["eps"] = model.norm_eps
     return args
+
+
+def _eps_of_timm(model: nn.Module) -> float:
+    """The epsilon of the norms in the architecture that timm gets."""
+    return (timm_blocks.CLIP_TOWER if model.pre_norm else Kind()).eps
+
+
+def _difference_by_eps(pretrained: Pretrained) -> float:
+    """How much the outputs change with timm's epsilon on noise, as a share of the largest."""
+    model, variables = pretrained.model, jax.device_put(pretrained.variables)
+    images = jax.random.uniform(
+        jax.random.key(0), (2, *model.image_size, model.channels), minval=-1.0
+    )
+    own, theirs = (
+        jax.jit(partial(each.apply, method="features"))(variables, images)
+        for each in (model, model.clone(norm_eps=_eps_of_timm(model)))
+    )
+    return float(jnp.abs(own - theirs).max() / jnp.abs(own).max())
 
 
 def _architecture(model: nn.Module) -> str:

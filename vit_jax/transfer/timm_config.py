@@ -3,7 +3,9 @@
 It holds facts that the arrays do not show: arguments of the architecture, and the preprocessing.
 """
 
+import logging
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +26,11 @@ from vit_jax.transfer.source import READING, Source, write_json
 from vit_jax.transfer.tensors import WEIGHTS, write_tensors
 from vit_jax.transfer.timm_blocks import IMAGENET
 
+logger = logging.getLogger("vit_jax")
+
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
           "ops": "text", "global_pool": "text", "loss": "softmax or sigmoid",
-          "max_tokens": "a positive int",
+          "max_tokens": "a positive int", "norm_eps": "a positive number",
           **READING, "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
@@ -127,8 +131,8 @@ def write(
 ) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
-    `config` holds the facts of the architecture; the facts of `spec` are added. Returns the
-    files' names.
+    `config` holds the facts of the architecture; the facts of `spec` are added. The weights become
+    several files only by `max_shard_size`, because timm reads one. Returns the files' names.
     """
     share, mode, interpolation, _ = spec.cut or Cut()
     size = spec.image_size
@@ -152,4 +156,10 @@ def write(
     beside = path.with_suffix(".json") if alone else path / "config.json"
     write_json(beside, config)
     weights = path if alone else path / WEIGHTS
-    return [beside.name, *write_tensors(weights, arrays, max_shard_size)]
+    files = write_tensors(weights, arrays, max_shard_size or sys.maxsize)
+    if len(files) > 1:
+        logger.warning(
+            "max_shard_size=%s: vit_jax reads the %d files of weights, but timm reads one file "
+            "only; leave it out for timm", max_shard_size, len(files) - 1,
+        )  # fmt: skip
+    return [beside.name, *files]
