@@ -18,6 +18,7 @@ from asked import prepare
 from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params
+from published import random_model
 
 import vit_jax
 from vit_jax import load_pretrained, pretrained_spec, save_pretrained
@@ -448,3 +449,18 @@ def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, m
     assert main(["export", *words]) == 1
     assert "give logits that differ by" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("matters", [False, True])
+def test_timm_opens_a_model_of_another_epsilon_if_that_matters_little(matters, tmp_path):
+    model, variables = random_model(gelu="exact", norm_eps=1e-12)
+    if matters:  # tokens of a variance far below timm's epsilon
+        names = ("embedding", "pos_embedding", "class_token")
+        small = {
+            name: jax.tree.map(lambda x: 1e-4 * x, variables["params"][name]) for name in names
+        }
+        variables = {"params": variables["params"] | small}
+    vit_jax.save_pretrained(tmp_path / "out", model, variables, "timm")
+    stated = json.loads((tmp_path / "out/config.json").read_text())
+    assert ("eps" in stated["model_args"], "norm_eps" in stated) == (matters, not matters)
+    assert read_pretrained(tmp_path / "out").model.norm_eps == 1e-12
