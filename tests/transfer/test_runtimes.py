@@ -11,15 +11,18 @@ import PIL.Image
 import pytest
 from etils import epath
 from numpy_vit import random_variables
+from pairs import clip, siglip
 
 import vit_jax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import FAMILIES
 from vit_jax.data.words import imagenet_names
+from vit_jax.inference.labels import with_labels
 from vit_jax.main import main
 from vit_jax.models import create_model, find_family, token_stride
 from vit_jax.models.contract import field_names
+from vit_jax.models.zero_shot import embed_texts
 from vit_jax.transfer import read_pretrained, runtimes
 from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.program import Choice, make_program
@@ -157,6 +160,58 @@ def test_float16_is_measured_by_cosine_and_class():
     assert compare(scales[:, [1, 0, 2]], "features")["images"] == 10
     scales = np.array([[1, 1 + 1e-6, 0.5]])  # as nearly equal as rounding makes them
     assert compare(scales[:, [1, 0, 2]])["same_class"] == 1
+
+
+@pytest.mark.parametrize(
+    ("format", "precision", "make"),
+    [
+        param("stablehlo", "float32", siglip),
+        param("onnx", "float32", siglip),
+        param("onnx", "float16", clip),
+        param("litert", "float32", clip, slow=True),
+        param("litert", "float16", siglip, slow=True),
+    ],
+)
+def test_each_tower_of_two_gives_features_to_compare(format, precision, make, golden, tmp_path):
+    source, run = make(golden, tmp_path / "source"), {}
+    for gives in ("image_features", "text_features"):
+        output = tmp_path / f"{gives}.{format}"
+        receipt = vit_jax.export(source, output, format, gives=gives, precision=precision)
+        assert receipt["read_back"]["cosine"] > (0.9999 if precision == "float32" else 0.999)
+        run[gives] = runtimes.RUNTIMES[format].load(epath.Path(output))
+    card, text = (tmp_path / f"{output.name}.md").read_text(), receipt["text"]
+    assert receipt["takes"] == "ids" and receipt["read_back"]["texts"] == 16
+    assert re.search(r"Takes token ids, int32 \([b1], 40\); gives text_features \([b1], ", card)
+    kept = [f"{output.name}.{name}" for name in text["tokenizer"]["files"]]
+    assert kept and {*kept} < {*receipt["files"]} and all((tmp_path / n).exists() for n in kept)
+    pretrained = read_pretrained(source)
+    side, labels = pretrained.read_text_side(), ("a cat", "two Dogs, one red")
+    ids = side.read_tokenizer()(labels)
+    atol = 1e-6 if precision == "float32" else 2e-3
+    texts = np.asarray(run["text_features"](ids))
+    np.testing.assert_allclose(texts, embed_texts(side, ids), atol=atol)
+    images = np.random.default_rng(0).uniform(-1, 1, (3, *pretrained.spec.image_size, 3))
+    found = text["scale"] * np.asarray(run["image_features"](images.astype("f"))) @ texts.T
+    labelled = with_labels(pretrained, labels, ["{}"])
+    expected = labelled.model.apply(labelled.variables, images)
+    np.testing.assert_allclose(found + text["bias"], expected, atol=20 * atol)
+
+
+def test_a_program_of_texts_is_refused_by_key(golden, tmp_path, capsys):
+    words = ["export", f"--init_from={golden / 'hf_vit'}", f"--output={tmp_path / 'm.stablehlo'}"]
+    words += ["--format=stablehlo", "--gives=text_features"]
+    for flag, says in (
+        ("--quiet", r"gives=text_features: .*hf_vit: the model has no text tower; needs one with"),
+        ("--takes=bytes", "takes=bytes: is of images, and gives=text_features takes token ids; le"),
+        (f"--pictures={tmp_path}", "pictures=.*: is of images, and gives=text_features takes"),
+        ("--image_size=32", "image_size=32: is of images, and gives=text_features takes token id"),
+        ("--gives=image_features", "gives=image_features: .*hf_vit: the model has no text tower"),
+    ):
+        assert main([*words, flag]) == 2
+        assert re.search(says, capsys.readouterr().err), flag
+    with pytest.raises(InputError, match=r"precision=int8: .* takes token ids; take float16 or"):
+        Choice(gives="text_features", precision="int8").check("onnx", ("float32", "int8"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):

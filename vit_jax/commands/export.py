@@ -11,9 +11,10 @@ onnx: a program for onnxruntime. litert: a program for LiteRT on phones, one ima
 
 The files are read back before they are moved to --output. The largest difference between logits is
 recorded in the receipt and printed as JSON, together with the names of the files. A program is run
-in its own runtime on pictures. In float32 its outputs differ from the model's by at most 1e-4 of
-the largest and have a cosine of at least 0.9999; in float16 the cosine is at least 0.999. Each
-picture gets the same class. int8 loses at most --max_drop of top-1. Otherwise nothing is written.
+in its own runtime on pictures, or on texts. In float32 its outputs differ from the model's by at
+most 1e-4 of the largest and have a cosine of at least 0.9999; in float16 the cosine is at least
+0.999. Each picture gets the same class. int8 loses at most --max_drop of top-1. Otherwise nothing
+is written.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 
 from rich.console import Console
 
+from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import define_source_flags, read_source, require_flags
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
@@ -43,7 +45,10 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--takes", default="floats", help="floats in the model's value range, or bytes, the pixels"
     )
     of_program.add_argument(
-        "--gives", default="logits", help="logits, probabilities, or features (the head's input)"
+        "--gives",
+        default="logits",
+        help="logits, probabilities, or features (the head's input); of a model of images and "
+        "texts image_features or text_features, of length 1 and one width",
     )
     of_program.add_argument("--precision", default="float32", help="float32, float16 or int8")
     of_program.add_argument(
@@ -74,9 +79,14 @@ def main(flags: argparse.Namespace) -> int:
 
     try:
         choice = {name: getattr(flags, name) for name in Choice._fields}
-        check_choice(flags.format, Choice(**choice), flags.output, size := flags.max_shard_size)
+        check_choice(flags.format, Choice(**choice), flags.output, flags.max_shard_size)
+        if choice["gives"] == "text_features" and flags.image_size is not None:
+            size = f"--image_size={flags.image_size}: is of images"
+            raise InputError(f"{size}, and gives=text_features takes token ids; leave it out")
         source = read_source(flags)
-        receipt = export(source, flags.output, flags.format, max_shard_size=size, **choice)
+        receipt = export(
+            source, flags.output, flags.format, max_shard_size=flags.max_shard_size, **choice
+        )
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED

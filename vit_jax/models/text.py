@@ -80,7 +80,7 @@ class TextTower(EncoderFields, nn.Module):
         return "texts add a causal mask to the logits" if self.causal else super().attention_shape
 
     def __call__(self, ids_KT: jax.Array, *, train: bool = False) -> jax.Array:
-        pooled_K = jnp.full(ids_KT.shape[:1], ids_KT.shape[1] - 1)
+        pooled_K = jnp.full_like(ids_KT[:, 0], ids_KT.shape[1] - 1)
         if self.causal:
             is_end = ids_KT if self.end_id is None else ids_KT == self.end_id
             pooled_K = is_end.argmax(axis=1)  # the first

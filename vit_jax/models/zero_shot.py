@@ -127,6 +127,14 @@ def zero_shot_head(
     return head
 
 
+def check_ids(side: TextSide, ids: np.ndarray) -> None:
+    """Raise InputError if token ids are not the model's."""
+    vocabulary = side.matcher.text.vocabulary
+    if (last := ids.max()) >= vocabulary:
+        known = f"the text tower knows {vocabulary}"
+        raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
+
+
 def embed_texts(
     side: TextSide, ids_NT: np.ndarray, whole: jax.sharding.Sharding | None = None
 ) -> np.ndarray:
@@ -134,10 +142,7 @@ def embed_texts(
 
     The arguments and the errors are as in `zero_shot_head`, for the token ids of all texts.
     """
-    vocabulary = side.matcher.text.vocabulary
-    if (last := ids_NT.max()) >= vocabulary:
-        known = f"the text tower knows {vocabulary}"
-        raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
+    check_ids(side, ids_NT)
     embed = partial(_embed_texts(side.matcher, whole), side.variables)
     batch = min(_BATCH, 1 << (len(ids_NT) - 1).bit_length())
     padded = np.pad(ids_NT, ((0, -len(ids_NT) % batch), (0, 0)))

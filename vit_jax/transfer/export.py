@@ -36,7 +36,7 @@ from vit_jax.transfer import (
 )
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, preparation
-from vit_jax.transfer.program import GIVES, Choice
+from vit_jax.transfer.program import GIVES, PLAIN, Choice
 from vit_jax.transfer.runtimes import RUNTIMES, export_program, need_packages
 from vit_jax.transfer.source import to_json
 from vit_jax.transfer.tensors import check_size, share_equal
@@ -57,6 +57,7 @@ _ZEROS = (
     "%s: all logits are 0, so comparing them shows nothing: the head was never trained; use the "
     "features, or fine-tune first"
 )
+_EXAMPLE = "Two dogs, one Cat!"  # whose ids tell whether a tokenizer is used as the model's
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
@@ -96,10 +97,14 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     model = model if FORMATS[format].keeps_shape else for_one_size(model)
     writer = find_writer(format, model, output, "--format=")
-    pretrained = _with_shapes_of(format, pretrained._replace(model=model))
+    pretrained = pretrained._replace(model=model)
+    if not chosen.of_texts:
+        pretrained = _with_shapes_of(format, pretrained)
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
-    side = _read_text_side(pretrained, writer)
+    side = _read_text_side(pretrained, writer, chosen)
+    if side is not None:
+        pretrained = pretrained._replace(read_text_side=lambda: side)
     check_folder(output.parent, "--output")
     check_names(output, "--output")
     _check_free(output, [output])
@@ -108,6 +113,7 @@ def export(
         try:
             if writer.precisions:
                 files, back = export_program(staged, pretrained, format, chosen)
+                files += _write_tokenizer(staged, side) if chosen.of_texts else []
             else:
                 how = {"max_shard_size": max_shard_size} if max_shard_size else {}
                 files = writer.write(staged, pretrained, **how)
@@ -121,9 +127,10 @@ def export(
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
-        facts = {"takes": chosen.takes, "gives": chosen.gives} if writer.precisions else {}
+        takes = "ids" if chosen.of_texts else chosen.takes
+        facts = {"takes": takes, "gives": chosen.gives} if writer.precisions else {}
         facts |= {"read_back": back, "software": software()}
-        receipt = _describe_export(pretrained, side, format, own_dtype) | facts
+        receipt = _describe_export(pretrained, side, format, own_dtype, chosen) | facts
         inside = staged.is_dir()
         root = staged if inside else staged.parent
         receipt["files"] = {name: sha256(root / name) for name in files}
@@ -231,10 +238,37 @@ def _read_back(
     }
 
 
-def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
-    """The text side, for a format of pairs."""
+def _read_text_side(
+    pretrained: Pretrained, writer: Format, choice: Choice = PLAIN
+) -> TextSide | None:
+    """The text side, for a format of pairs, and for the program of a tower of a pair."""
     read = pretrained.read_text_side
+    if choice.of_pairs:
+        return need_text_side(read, f"gives={choice.gives}: {pretrained.source}")
     return need_text_side(read, pretrained.source) if writer.of_pairs else None
+
+
+def _write_tokenizer(staged: epath.Path, side: TextSide) -> list[str]:
+    """Write the tokenizer's files beside the program `staged`; return their names."""
+    for file in side.files:
+        write_whole(staged.with_name(f"{staged.name}.{file.name}"), file.read_bytes())
+    return [f"{staged.name}.{file.name}" for file in side.files]
+
+
+def _describe_texts(side: TextSide, choice: Choice) -> dict[str, Any]:
+    """The text tower, how features of both towers are compared, and how texts become ids."""
+    scale = float(side.matcher.scale_of(side.params["logit_scale"]))
+    bias = float(side.params["logit_bias"].item()) if side.matcher.has_bias else 0.0
+    found = {**_fields(side.matcher.text), "scale": scale, "bias": bias}
+    if not (side.files and choice.of_texts):
+        return found
+    tokenizer = side.read_tokenizer()
+    facts = {"start": tokenizer.start, "end": tokenizer.end, "pad": tokenizer.pad}
+    facts |= {
+        "pads_left": tokenizer.pads_left,
+        "ids": {_EXAMPLE: tokenizer([_EXAMPLE])[0].tolist()},
+    }
+    return found | {"tokenizer": facts | {"files": [file.name for file in side.files]}}
 
 
 def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
@@ -250,16 +284,25 @@ def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
 
 
 def _describe_export(
-    pretrained: Pretrained, side: TextSide | None, format: str, own_dtype: str
+    pretrained: Pretrained,
+    side: TextSide | None,
+    format: str,
+    own_dtype: str,
+    choice: Choice,
 ) -> dict[str, Any]:
     """The receipt's description of the model: its source, weights, preprocessing and classes.
 
-    `side`: the text tower of a pair, which is exported with it.
+    `side`: the text tower of a pair, which is exported with it, or one of whose towers is.
     """
     spec, params, text = pretrained.spec, pretrained.params, {}
+    model, state = pretrained.model, pretrained.model_state
     if side is not None:
-        spec, params = spec._replace(loss=side.matcher.loss), {**params, **side.params}
-        text = {"text": _fields(side.matcher.text)}
+        part = {"text_features": "text/", "image_features": "image_head/"}.get(choice.gives, "")
+        own = {name: array for name, array in side.params.items() if name.startswith(part)}
+        spec, params = spec._replace(loss=side.matcher.loss), {**params, **own}
+        text = {"text": _describe_texts(side, choice)}
+        if choice.of_texts:
+            model, params, state = side.matcher.text, own, {}
     if (image_size := pretrained.model.image_size or spec.image_size) is not None:
         spec = spec.at(image_size)
     ops, rule = preparation(spec, None) if image_size else (None, None)
@@ -271,11 +314,11 @@ def _describe_export(
         "format": format,
         "source": pretrained.source,
         **(pretrained.run or {}),
-        "model": {"family": type(pretrained.model).__name__} | _fields(pretrained.model),
+        "model": {"family": type(model).__name__} | _fields(model),
         "computed_in": own_dtype,
         "parameters": {
             "count": sum(array.size for array in params.values()),
-            "sha256": hash_params({**params, **pretrained.model_state}),
+            "sha256": hash_params({**params, **state}),
         },
         "preprocessing": {
             "image_size": image_size and list(image_size),
@@ -338,9 +381,13 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     elif pixels["image_size"] is not None:
         shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
-    classes = f"Classes: {model['num_classes']}"
+    of_other = ", of the other tower" if receipt.get("takes") == "ids" else ""
     if "text" in receipt:
-        classes = f"Texts: up to {receipt['text']['length']} tokens"
+        text = receipt["text"]
+        classes = f"Texts: up to {text['length']} tokens; logits of features of length 1: "
+        classes += f"{text['scale']:.6g} x cosine {text['bias']:+.6g}"
+    else:
+        classes = f"Classes: {model['num_classes']}"
     lines = [
         f"# {output.name}",
         "",
@@ -348,7 +395,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"format {receipt['format']}.",
         "",
         f"- Source: `{receipt['source']}`{at}",
-        f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
+        f"- Images{of_other}: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
         *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
         f"- {classes}; probabilities by {receipt['loss'] or 'softmax'}"
@@ -356,7 +403,9 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         _say_compared(back, receipt.get("gives", "logits")),
     ]
-    if "takes" in receipt:
+    if receipt.get("takes") == "ids":
+        lines.append(_say_taken_ids(receipt))
+    elif "takes" in receipt:
         number = 1 if receipt["format"] == "litert" else "b"
         shape = (number, *pixels["image_size"], channels := model.get("channels", 3))
         axes = f"({', '.join(map(str, shape))}), {'RGB, ' * (channels == 3)}height first"
@@ -386,6 +435,20 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _say_taken_ids(receipt: dict[str, Any]) -> str:
+    """The card's line on a program that takes token ids."""
+    text, number = receipt["text"], 1 if receipt["format"] == "litert" else "b"
+    said = f"- Takes token ids, int32 ({number}, {text['length']}); gives {receipt['gives']} "
+    said += f"({number}, {text['common_width']}), of length 1; "
+    if (tokenizer := text.get("tokenizer")) is None:
+        return f"{said}the ids are the model's tokenizer's, which has no files beside the weights"
+    side = "left" if tokenizer["pads_left"] else "right"
+    return (
+        f"{said}tokenizer: {', '.join(tokenizer['files'])}, padded on the {side} with the id "
+        f"{tokenizer['pad']}; the receipt has an example"
+    )
+
+
 def _say_compared(back: dict[str, Any], gives: str) -> str:
     """The card's line on the comparison with the exported files."""
     one = GIVES[gives]
@@ -396,8 +459,10 @@ def _say_compared(back: dict[str, Any], gives: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in back["runtime"].items())
     if "top1" in back:
         said += f"; top-1 {back['top1']:.2%}, the model's {back['vit_jax_top1']:.2%}"
+    of, inputs = ("text", "texts") if "texts" in back else ("image", "pictures")
+    same = f", same class {back['same_class']:.1%}" if "same_class" in back else ""
     return (
-        f"- Computed by {versions} for {back['images']} pictures: {said}; smallest cosine "
-        f"{back['cosine']:.6f}, same class {back['same_class']:.1%}; {back['ms_per_image']:.3g} ms "
-        f"for one image, and {back['vit_jax_ms_per_image']:.3g} ms by vit_jax on the same machine"
+        f"- Computed by {versions} for {back[f'{of}s']} {inputs}: {said}; smallest cosine "
+        f"{back['cosine']:.6f}{same}; {back[f'ms_per_{of}']:.3g} ms for one {of}, and "
+        f"{back[f'vit_jax_ms_per_{of}']:.3g} ms by vit_jax on the same machine"
     )

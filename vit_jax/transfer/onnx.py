@@ -27,7 +27,6 @@ DEVICE = "cpu"
 PRECISIONS = ("float32", "float16", "int8")
 SPLITS = True
 OPSET = 21
-_INPUT = "images"
 _LOGGERS = ("jax2onnx", "onnx_ir", "root")
 _SMALL = 1024  # bytes of an array that stays in the file, as shapes must
 _PRODUCT = b"abc,cd->abd"  # of all tokens with a matrix, as jax2onnx writes it
@@ -43,7 +42,7 @@ def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, An
             program.call,
             [program.images],
             opset=OPSET,
-            input_names=[_INPUT],
+            input_names=[program.name],
             output_names=["outputs"],
         )
     if program.precision == "float16":
@@ -67,7 +66,7 @@ def _quantise(model: "ModelProto", samples: Sequence[np.ndarray]) -> "ModelProto
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             image = next(self.left, None)
-            return None if image is None else {_INPUT: image[None]}
+            return None if image is None else {model.graph.input[0].name: image[None]}
 
     scalars = [array for array in model.graph.initializer if not array.dims]
     zeros = {array.name for array in scalars if not onnx.numpy_helper.to_array(array)}
@@ -123,7 +122,7 @@ def _num_bytes(model: "ModelProto") -> int:
 
 
 def load(path: epath.Path) -> Callable[[np.ndarray], np.ndarray]:
-    """The function images -> outputs of a file of `convert`, on the CPU."""
+    """The function images or token ids -> outputs of a file of `convert`, on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -131,4 +130,5 @@ def load(path: epath.Path) -> Callable[[np.ndarray], np.ndarray]:
     session = onnxruntime.InferenceSession(
         os.fspath(path), options, providers=["CPUExecutionProvider"]
     )
-    return lambda images: session.run(None, {_INPUT: images})[0]
+    (taken,) = session.get_inputs()
+    return lambda images: session.run(None, {taken.name: images})[0]

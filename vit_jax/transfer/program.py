@@ -1,4 +1,7 @@
-"""Models as programs images -> outputs, parameters included: what a runtime's file is made of."""
+"""Models as programs images -> outputs, parameters included: what a runtime's file is made of.
+
+Of a model of images and texts, each tower is a program: of texts, it takes token ids.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,20 +15,31 @@ from etils import epath
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import LOSSES
 from vit_jax.data.device_ops import to_value_range
+from vit_jax.models import block_ops
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.text import unit
+from vit_jax.models.zero_shot import TextSide, need_text_side
 from vit_jax.transfer.pretrained import Pretrained, loss_of
 
 MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengths have 31 bits
 
 # {what a program gives: the name of one such number}
-GIVES = {"logits": "logit", "probabilities": "probability", "features": "feature"}
+GIVES = {
+    "logits": "logit",
+    "probabilities": "probability",
+    "features": "feature",
+    "image_features": "feature",
+    "text_features": "feature",
+}
 
 
 class Choice(NamedTuple):
     """What the program of an export takes and gives, and the pictures that test it.
 
     takes: "floats", images in the model's value range, or "bytes", uint8 pixels.
-    gives: "logits", "probabilities", or "features", the input of the head.
+    gives: "logits", "probabilities", or "features", the input of the head; of a model of images and
+      texts also "image_features" or "text_features", of a common width and of length 1. For
+      "text_features" the program takes token ids, and `takes` and `pictures` do not count.
     precision: "float32"; "float16", or "int8" where a runtime can quantise.
     pictures: folder of the pictures on which the exported file is compared with the model; None:
       parts of the two photographs of scikit-learn. int8 needs one folder in it per class.
@@ -41,6 +55,21 @@ class Choice(NamedTuple):
     calibration: epath.PathLike | None = None
     max_drop: float = 0.01
 
+    @property
+    def of_texts(self) -> bool:
+        """Whether the program takes token ids."""
+        return self.gives == "text_features"
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the program is of a tower of a model of images and texts, with its projection."""
+        return self.gives in ("image_features", "text_features")
+
+    @property
+    def of_classes(self) -> bool:
+        """Whether the program gives a number for each class."""
+        return self.gives in ("logits", "probabilities")
+
     def check(self, format: str, precisions: Sequence[str]) -> None:
         """Raise InputError if the runtime `format` with these `precisions` cannot do it."""
         faults = Faults()
@@ -48,20 +77,27 @@ class Choice(NamedTuple):
         faults.need_known("gives", self.gives, GIVES)
         if precisions:
             faults.need_known("precision", self.precision, precisions)
+        if precisions and self.of_texts:
+            takes = "of images, and gives=text_features takes token ids; leave it out"
+            faults.need(self.takes == Choice().takes, f"takes={self.takes}: is {takes}")
+            faults.need(self.pictures is None, f"pictures={self.pictures}: is {takes}")
         if not precisions:
             faults.need(
                 self == Choice(),
                 f"format={format}: takes, gives, precision, pictures, calibration and max_drop are "
                 "of programs: stablehlo, onnx and litert; leave them out",
             )
+        elif self.precision == "int8" and self.of_texts:
+            what = "is tested by top-1 on pictures, and gives=text_features takes token ids"
+            faults.append(f"precision=int8: {what}; take float16 or float32")
         elif self.precision == "int8":
             faults.need(
                 self.pictures is not None and self.calibration is not None,
                 "precision=int8: needs pictures (with a folder per class) and calibration (others)",
             )
             faults.need(
-                self.gives != "features",
-                "precision=int8: is tested by top-1, so gives=features does not go with it",
+                self.of_classes,
+                f"precision=int8: is tested by top-1, so gives={self.gives} does not go with it",
             )
             drop = f"max_drop={self.max_drop}: needed: a fraction in [0, 1); 0.01 is one point"
             faults.need(0 <= self.max_drop < 1, f"{drop} of top-1")
@@ -76,7 +112,7 @@ PLAIN = Choice()
 
 
 class Program(NamedTuple):
-    """images (b, *shape) of `dtype` -> outputs (b, n), float32.
+    """images (b, *shape) of `dtype` -> outputs (b, n), float32; or token ids (b, L), int32.
 
     apply: (variables, images) -> outputs.
     samples: images for calibration, as the program takes them.
@@ -84,7 +120,7 @@ class Program(NamedTuple):
 
     apply: Callable[[Any, Any], Any]
     variables: dict[str, Any]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     dtype: Any
     precision: str = "float32"
     samples: Sequence[np.ndarray] = ()
@@ -94,8 +130,13 @@ class Program(NamedTuple):
         return partial(self.apply, self.variables)
 
     @property
+    def name(self) -> str:
+        """The name of the input, where a format has names."""
+        return "images" if len(self.shape) == 3 else "ids"
+
+    @property
     def images(self) -> jax.ShapeDtypeStruct:
-        """Images of any number, for tracing."""
+        """Inputs of any number, for tracing."""
         return jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *self.shape), self.dtype)
 
 
@@ -103,9 +144,11 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
     """The program of a model.
 
     Raises:
-      InputError: if `choice` needs classes and the model has none, or if the model takes images of
-        any size.
+      InputError: if `choice` needs classes or a text tower and the model has none, or if the model
+        takes images of any size.
     """
+    if choice.of_texts:
+        return _make_text_program(_need_texts(pretrained, choice), choice)
     model, variables, spec = pretrained.model, pretrained.variables, pretrained.spec
     size = model.image_size or spec.image_size
     if size is None:
@@ -113,7 +156,7 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
             f"{pretrained.source}: takes images of any size; choose the size of the exported "
             "program with --image_size"
         )
-    as_bytes, of_features = choice.takes == "bytes", choice.gives == "features"
+    as_bytes, of_features = choice.takes == "bytes", not choice.of_classes
     if model.num_classes is None:
         if choice.gives == "probabilities":
             what = f"gives=probabilities: {pretrained.source} has no classes; take features"
@@ -131,4 +174,29 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
         return found if loss is None else loss.probabilities(found)
 
     shape, dtype = (*size, about(model).channels), np.uint8 if as_bytes else np.float32
-    return Program(apply, variables, shape, dtype, choice.precision)
+    program = Program(apply, variables, shape, dtype, choice.precision)
+    if choice.gives != "image_features":
+        return program
+    head = _need_texts(pretrained, choice).params.get("image_head/kernel")
+
+    def apply_in_common(variables: Any, images: jax.Array) -> jax.Array:
+        found = apply(variables["tower"], images)
+        return unit(found if head is None else found @ variables["head"])
+
+    return program._replace(apply=apply_in_common, variables={"tower": variables, "head": head})
+
+
+def _need_texts(pretrained: Pretrained, choice: Choice) -> TextSide:
+    return need_text_side(pretrained.read_text_side, f"gives={choice.gives}: {pretrained.source}")
+
+
+def _make_text_program(side: TextSide, choice: Choice) -> Program:
+    """Token ids (b, L), padded as by the model's tokenizer -> features as `embed_texts` gives."""
+    plain = {"constrain": block_ops.unconstrained, "ops": block_ops.PLAIN}
+    text = side.matcher.text.clone(dtype=jnp.dtype("float32"), **plain)
+
+    def apply(variables: Any, ids: jax.Array) -> jax.Array:
+        return unit(jnp.asarray(text.apply(variables, ids)))
+
+    variables = {"params": side.variables["params"]["text"]}
+    return Program(apply, variables, (text.length,), np.int32, choice.precision)

@@ -3,12 +3,13 @@
 The file states PACKAGES (the runtime first), DEVICE (where the runtime computes; None: where JAX
 does), PRECISIONS, SPLITS (whether a program may have several files, and more than 2 GiB), `convert`
 (path, program -> names of the files, facts for the receipt) and `load` (path -> the function images
-(b, H, W, C) -> outputs (b, n), computed by the runtime).
+(b, H, W, C), or token ids (b, L), -> outputs (b, n), computed by the runtime).
 """
 
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +22,10 @@ from etils import epath
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.packages import need_package
+from vit_jax.data import words
 from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
+from vit_jax.models.zero_shot import TextSide, check_ids, need_text_side
 from vit_jax.transfer import litert, onnx, stablehlo
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_image, load_pixels
 from vit_jax.transfer.program import GIVES, MOST_BYTES, PLAIN, Choice, Program, make_program
@@ -50,19 +53,20 @@ def need_packages(format: str) -> None:
 
 def _make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) -> Program:
     """The program; raises InputError as `make_program`, or if the format cannot hold its size."""
-    num_bytes = sum(array.nbytes for array in jax.tree.leaves(pretrained.variables))
+    program = make_program(pretrained, choice)
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(program.variables))
     if num_bytes > MOST_BYTES and not RUNTIMES[format].SPLITS:
         raise InputError(
             f"--format={format}: the parameters have {num_bytes / 2**30:.1f} GiB, but the file "
             "holds at most 2 GiB; export as onnx, timm, hf or npz"
         )
-    return make_program(pretrained, choice)
+    return program
 
 
 def export_program(
     path: epath.Path, pretrained: Pretrained, format: str, choice: Choice
 ) -> tuple[list[str], dict[str, Any]]:
-    """Write a program and run it in its runtime on pictures.
+    """Write a program and run it in its runtime on pictures, or on texts.
 
     Returns:
       The names of the files, and the comparison for the receipt.
@@ -73,7 +77,10 @@ def export_program(
     """
     from vit_jax.data.images.given import find_images
 
-    runtime, program = RUNTIMES[format], _make_program(pretrained, format, choice)
+    program = _make_program(pretrained, format, choice)
+    if choice.of_texts:
+        ids = sample_ids(need_text_side(pretrained.read_text_side, pretrained.source))
+        return _write_and_compare(path, program, format, choice, np.split(ids, 2))
     spec = pretrained.spec.at(program.shape[:2])
     folders = {"pictures": choice.pictures, "calibration": choice.calibration}
     faults = Faults()
@@ -87,6 +94,20 @@ def export_program(
     labels, num_classes = None, pretrained.model.num_classes
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
+    taken = _batches(pictures, spec, choice)
+    return _write_and_compare(path, program, format, choice, taken, labels)
+
+
+def _write_and_compare(
+    path: epath.Path,
+    program: Program,
+    format: str,
+    choice: Choice,
+    taken: Iterable[np.ndarray],
+    labels: np.ndarray | None = None,
+) -> tuple[list[str], dict[str, Any]]:
+    """As `export_program`, for batches of what the program takes; `labels` as in `_compare`."""
+    runtime = RUNTIMES[format]
     try:
         files, facts = runtime.convert(path, program)
     except (OSError, MemoryError):
@@ -100,7 +121,6 @@ def export_program(
     versions = {name: importlib.metadata.version(name) for name in runtime.PACKAGES}
     device = runtime.DEVICE and jax.local_devices(backend=runtime.DEVICE)[0]
     apply = partial(jax.jit(program.apply), jax.device_put(program.variables, device))
-    taken = _batches(pictures, spec, choice)
     compared = _compare(apply, runtime.load(path), taken, choice, labels)
     return files, {"runtime": versions, **facts, **compared}
 
@@ -133,6 +153,26 @@ def sample_pictures() -> Iterator[bytes]:
                 yield file.getvalue()
 
 
+def sample_texts() -> list[str]:
+    """16 texts: the prompts with the names of classes of ImageNet."""
+    names = words.names_in_words([*imagenet_names()][:: 1000 // 15], "labels")
+    prompts = itertools.cycle(words.PROMPTS)
+    return [prompt.replace("{}", of[0]) for prompt, of in zip(prompts, names, strict=False)]
+
+
+def sample_ids(side: TextSide) -> np.ndarray:
+    """The token ids (16, L) of `sample_texts`; any ids, with an end token, without a tokenizer."""
+    text, rng = side.matcher.text, np.random.default_rng(0)
+    if side.files:
+        ids = side.read_tokenizer()(sample_texts())
+        check_ids(side, ids)
+        return ids
+    ids = rng.integers(0, text.vocabulary, (16, text.length), np.int32)
+    end_id = text.vocabulary - 1 if text.end_id is None else text.end_id
+    ids[np.arange(16), rng.integers(0, text.length, 16)] = end_id
+    return ids
+
+
 def _compare(
     apply: Callable[[np.ndarray], Any],
     run: Callable[[np.ndarray], Any],
@@ -153,17 +193,17 @@ def _compare(
     differences, sizes, cosines, *sums = map(np.array, zip(*of_batches, strict=True))
     difference, largest, cosine = map(float, (differences.max(), sizes.max(), cosines.min()))
     same, of_model, of_file = (float(hits.sum() / count) for hits in sums)
-    one = GIVES[choice.gives]
+    one, of = GIVES[choice.gives], "text" if choice.of_texts else "image"
     ms, ours = _milliseconds((run, apply), taken[:1])
     result = {
-        "images": count,
+        f"{of}s": count,
         "dtype": choice.precision,
         f"largest_{one}_difference": difference,
         f"largest_{one}": largest,
         "cosine": cosine,
-        "same_class": same,
-        "ms_per_image": ms,
-        "vit_jax_ms_per_image": ours,
+        **({"same_class": same} if choice.of_classes else {}),
+        f"ms_per_{of}": ms,
+        f"vit_jax_ms_per_{of}": ours,
     }
     text = f"the exported file gives {choice.gives} of cosine {cosine:.5f} with the model's, "
     text += f"that differ by {difference:.3g} with {largest:.3g} the largest"
@@ -176,7 +216,7 @@ def _compare(
         cosine >= _LEAST_COSINE[choice.precision] and difference <= tolerance * max(largest, 1e-6)
     ):
         raise RuntimeError(text)
-    if choice.gives != "features" and same < 1:
+    if choice.of_classes and same < 1:
         raise RuntimeError(f"{text}; {1 - same:.1%} of the pictures get another class")
     return result
 
