@@ -1,17 +1,24 @@
 """README and docs/: links exist, commands are accepted, the parts made from the code are there."""
 
+import asyncio
 import importlib
+import io
 import itertools
 import json
 import pathlib
 import re
 import shlex
 import string
+import sys
+import types
+from unittest import mock
 
 import notebooks
+import numpy as np
 import pytest
 import yaml
 from loaded_file import load_module
+from PIL import Image
 
 from vit_jax.base.errors import InputError
 from vit_jax.commands import COMMANDS
@@ -224,6 +231,52 @@ def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
         text = page.read_text()
         assert hooks.with_tables(text) == text, f"{page}: run python docs/hooks.py"
     assert "| `shots` | tuple | `(1, 5, 10, 25)` |" in hooks.evaluator_keys()
+
+
+@pytest.mark.parametrize(("runtime", "channels"), [("onnx", 1), ("onnx", 3), ("jax", 4)])
+def test_the_server_of_the_page_answers_after_a_failure(runtime, channels, tmp_path, monkeypatch):
+    """FastAPI and the model are replaced, `read`, `run` and `compute` are the page's."""
+    page = (ROOT / "docs/how_to/deploy.md").read_text()
+    server, of_jax, _, cover = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    pixels = {"image_size": [4, 6], "mean": [0.5] * channels}
+    receipt = json.dumps({"preprocessing": pixels, "class_names": None})
+    model = mock.Mock(side_effect=lambda images: images.reshape(len(images), -1)[:, :5])
+    for name in ("mine.onnx", "mine.stablehlo"):
+        (tmp_path / f"{name}.receipt.json").write_text(receipt)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("fastapi", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    sys.modules["onnxruntime"].InferenceSession().run = lambda _, given: [model(given["images"])]
+    names = types.SimpleNamespace(
+        jit=lambda call: call, export=mock.Mock(**{"deserialize.return_value.call": model})
+    )
+    if runtime == "jax":
+        server = re.sub(r"session = .*\n", "", server.replace("mine.onnx", "mine.stablehlo"))
+        server = re.sub(r"(?s)def run.*?\n\n\n", f"{of_jax}\n\n", server)
+    exec(server, serve := {"jax": names})
+
+    async def ask(image):
+        answer = asyncio.get_running_loop().create_future()
+        await serve["waiting"].put((image, answer))
+        return await asyncio.wait_for(answer, 20)
+
+    async def serve_three():
+        task = asyncio.create_task(serve["compute"]())
+        image = serve["read"](file.getvalue())
+        assert image.shape == (4, 6, channels) and image.dtype == np.uint8
+        assert (await ask(image)).tolist() == image.ravel()[:5].tolist()
+        works, model.side_effect = model.side_effect, MemoryError("too large")
+        with pytest.raises(MemoryError, match="too large"):
+            await ask(image)
+        model.side_effect = works
+        assert (await ask(image)).tolist() == image.ravel()[:5].tolist()
+        task.cancel()
+
+    Image.new("RGBA", (9, 5), (200, 100, 50, 120)).save(file := io.BytesIO(), "PNG")
+    asyncio.run(serve_three())
+    exec(cover, serve)
+    assert serve["read"](file.getvalue()).shape == (4, 6, channels)
 
 
 def test_the_notebook_for_kaggle_is_made_from_that_for_colab(hooks):
