@@ -219,12 +219,18 @@ def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
         raise IndexError("too many indices")
 
     monkeypatch.setattr(runtimes.RUNTIMES["onnx"], "convert", fail)
-    choice = {"precision": "int8", "pictures": tmp_path, "calibration": tmp_path}
-    for i, name in enumerate(("class 0", "class 1")):
-        (tmp_path / name).mkdir()
-        PIL.Image.new("RGB", (36, 36), (i, 0, 0)).save(tmp_path / name / "a.png")
+    others, pictures = tmp_path / "others", tmp_path / "pictures"
+    choice = {"precision": "int8", "pictures": pictures, "calibration": others}
+    for i, path in enumerate(
+        (pictures / "class 0/a.png", pictures / "class 1/a.png", others / "b.png")
+    ):
+        path.parent.mkdir(parents=True)
+        PIL.Image.new("RGB", (36, 36), (i, 0, 0)).save(path)
     model = read_pretrained(golden / "timm_vit.safetensors")
     with pytest.raises(RuntimeError, match=r"cannot hold this model so \(IndexError: .*float16"):
+        runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
+    (others / "c.png").write_bytes((pictures / "class 1/a.png").read_bytes())
+    with pytest.raises(InputError, match=r"^calibration=.*: 1 of 2 pictures .*c\.png; give other"):
         runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
     choice |= {"calibration": tmp_path / "none"}
     with pytest.raises(InputError, match=r"^calibration: .*none: no such file or folder"):
@@ -287,6 +293,8 @@ def test_labels_are_the_first_folders_by_the_names_of_training():
     assert runtimes._labels([f"x/{decomposed}/1.png"], "x", ("e", "é")).tolist() == [1]
     with pytest.raises(InputError, match="has no class 'n01443537'"):
         runtimes._labels(paths, "x", ("e", "é"))
+    with pytest.raises(InputError, match=r"^pictures=x: x/1\.png .* a folder for each class"):
+        runtimes._labels([*paths, "x/1.png"], "x", lemmas)
 
 
 def test_a_picture_that_cannot_be_read_is_named(golden, tmp_path, monkeypatch):

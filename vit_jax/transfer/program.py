@@ -32,6 +32,8 @@ GIVES = {
     "text_features": "feature",
 }
 
+_PRECISIONS = ("float32", "float16", "int8")  # of which a runtime has some
+
 
 class Choice(NamedTuple):
     """What the program of an export takes and gives, and the pictures that test it.
@@ -75,7 +77,12 @@ class Choice(NamedTuple):
         faults = Faults()
         faults.need_known("takes", self.takes, ("floats", "bytes"))
         faults.need_known("gives", self.gives, GIVES)
-        if precisions:
+        if precisions and self.precision in {*_PRECISIONS} - {*precisions}:
+            faults.append(
+                f"precision={self.precision!r}: {format} holds {' and '.join(precisions)} only; "
+                "leave it out, or export as onnx or litert"
+            )
+        elif precisions:
             faults.need_known("precision", self.precision, precisions)
         if precisions and self.of_texts:
             takes = "of images, and gives=text_features takes token ids; leave it out"

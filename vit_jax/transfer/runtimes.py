@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import io
 import itertools
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
 from vit_jax.models.zero_shot import TextSide, check_ids, need_text_side
 from vit_jax.transfer import litert, onnx, stablehlo
+from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_image, load_pixels
 from vit_jax.transfer.program import GIVES, MOST_BYTES, PLAIN, Choice, Program, make_program
 
@@ -88,7 +90,14 @@ def export_program(
              for key, folder in folders.items() if folder is not None}  # fmt: skip
     collect_faults(faults)
     if paths := found.get("calibration"):
-        samples = _batches(paths[:: -(-len(paths) // _CALIBRATED)], spec, choice)
+        paths = paths[:: -(-len(paths) // _CALIBRATED)]
+        if same := _in_both(paths, found.get("pictures", [])):
+            raise InputError(
+                f"calibration={choice.calibration}: {len(same)} of {len(paths)} pictures are in "
+                f"pictures={choice.pictures} too, such as {same[0]}; give other pictures, since "
+                "int8 is tested on those it has not seen"
+            )
+        samples = _batches(paths, spec, choice)
         program = program._replace(samples=np.concatenate([*samples]))
     pictures = found.get("pictures") or list(sample_pictures())
     labels, num_classes = None, pretrained.model.num_classes
@@ -123,6 +132,18 @@ def _write_and_compare(
     apply = partial(jax.jit(program.apply), jax.device_put(program.variables, device))
     compared = _compare(apply, runtime.load(path), taken, choice, labels)
     return files, {"runtime": versions, **facts, **compared}
+
+
+def _in_both(paths: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Those of `paths` whose bytes are those of one of `others`; only equal sizes are read."""
+    try:
+        sizes = {os.path.getsize(path) for path in paths}
+        others = [path for path in others if os.path.getsize(path) in sizes]
+        hashes = {sha256(pathlib.Path(path)) for path in others}
+        return [path for path in paths if hashes and sha256(pathlib.Path(path)) in hashes]
+    except OSError as e:
+        what = f"{e.filename!r}: cannot be read ({e.strerror}); choose others"
+        raise InputError(what) from None
 
 
 def _batches(pictures: Sequence[str | bytes], spec: Spec, choice: Choice) -> Iterator[np.ndarray]:
@@ -251,6 +272,11 @@ def _labels(pictures: Sequence[str], folder: epath.PathLike, classes: Sequence[s
         places = places_of(list(synsets)) | places
     parts = (pathlib.Path(path).relative_to(pathlib.Path(folder)).parts for path in pictures)
     names = [as_name(inside[0]) if len(inside) > 1 else "" for inside in parts]
+    if "" in names:
+        raise InputError(
+            f"pictures={folder}: {pictures[names.index('')]} is in no folder of a class; "
+            f"precision=int8 needs a folder for each class, named as it, such as {classes[0]}"
+        )
     if unknown := sorted({*names} - {*places}):
         raise InputError(
             f"pictures: the model has no class {unknown[0]!r}; it has {', '.join(classes[:5])}, ..."
