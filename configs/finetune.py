@@ -158,12 +158,15 @@ def follow_hyper_rule(c, row):
 
 
 def make_small(c):
-    """20 steps of a tiny model on handwritten digits, from scratch."""
+    """20 steps of a tiny model from scratch, on your own images, else on handwritten digits."""
     c.init_from, c.init_fields, c.schedule.rule = "scratch", "config", None
-    c.data.multi_label, c.loss.name = False, "softmax"
-    c.data.name, c.data.image_size = "digits", make_tiny(c.model, c.model.name or "ViT-B/16")
-    c.data.ops, c.model.dtype = "inception_crop(area_min=0.5)|flip", "float32"
-    c.evals = {"test": classification(split="test", every="10 steps", ops="resize")}
+    c.data.image_size = make_tiny(c.model, c.model.name or "ViT-B/16")
+    c.model.dtype = "float32"
+    if c.data.name in OWN:
+        c.evals.val.every = c.evals.test.every = "10 steps"
+    else:
+        c.data.name, c.data.ops = "digits", "inception_crop(area_min=0.5)|flip"
+        c.evals = {"test": classification(split="test", every="10 steps", ops="resize")}
     c.optimizer.peak_lr = c.optimizer.peak_lr or 0.003
     if c.optimizer.last_layers is not None:
         c.optimizer.last_layers = 1

@@ -55,12 +55,14 @@ from vit_jax.transfer.source import Source
 
 @pytest.fixture
 def images(tmp_path):
-    """A folder with twelve images of two classes."""
+    """A folder with twelve images of two classes, and beside it a list of them, list.csv."""
     rng = np.random.default_rng(0)
     for i in range(12):
         path = tmp_path / "images" / ("cat", "dog")[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(path)
+    rows = (f"images/{('cat', 'dog')[i % 2]}/{i}.png,{('cat', 'dog')[i % 2]}" for i in range(12))
+    (tmp_path / "list.csv").write_text("\n".join(["file,labels", *rows]))
     return str(tmp_path / "images")
 
 
@@ -133,6 +135,8 @@ def test_debug_form_is_ready_to_run(name, words, checked, tmp_path, images, requ
     config = load(name, words)
     if config.data.name in ("folder", "unlabelled"):
         config.data.data_dir = images
+    elif config.data.name == "list":
+        config.data.data_dir = str(tmp_path / "list.csv")
     run = prepare(config, epath.Path(tmp_path / "workdir"))
     assert run.experiment.total_steps <= 40
     assert run.experiment.num_params < 400_000
@@ -821,6 +825,14 @@ def test_blocks_of_today_are_the_published_ones_and_cost_the_same(golden):
             assert {f for f in of_blocks if getattr(model, f) != getattr(theirs, f)} == set()
         costs[name] = model.flops_by_sizes * int(own.duration.partition(" ")[0])
     assert max(costs.values()) < 1.001 * min(costs.values())
+
+
+@pytest.mark.parametrize("words", ["folder", "ViT-B/16,folder,lora", "list", "multilabel"])
+def test_debug_form_of_fine_tuning_keeps_your_own_images(words):
+    full, debug = load("finetune", words), load("finetune", f"{words},debug")
+    for key in ("data.name", "data.ops", "data.multi_label", "loss.name", "evals.val.ops"):
+        assert flatten(debug)[key] == flatten(full)[key]
+    assert debug.evals.val.every == debug.evals.test.every == "10 steps"
 
 
 def test_head_only_trains_the_head():
