@@ -150,6 +150,8 @@ def test_features_of_files(golden, images, tmp_path, capsys, tokens):
     said = json.loads(out)
     assert "error: no.png: no such file or folder" in err
     assert "broken.png: not a readable image (it holds no image" in err and "; left out" in err
+    why = "1 of the images cannot be read, as `valid` in the file says; no.png: no such file"
+    assert err.splitlines()[-1].startswith(f"error: {why}")
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]
     apply = jax.jit(functools.partial(model.apply, method=method))

@@ -256,7 +256,17 @@ def _write(
         for path, fault in given.faults.items():
             print(f"error: {path}: {fault}", file=sys.stderr)
         print(json.dumps(written))
-    return exit_codes.FAILED if written["unreadable"] or given.faults else exit_codes.DONE
+    why = []
+    if written["unreadable"]:
+        where = "`error` in the table" if name else "`valid` in the file"
+        why.append(f"{written['unreadable']} of the images cannot be read, as {where} says")
+    why += [f"{path}: {fault}" for path, fault in given.faults.items()][:1]
+    if not why:
+        return exit_codes.DONE
+    # On every process: a launcher shows the last lines of the one that ends first.
+    place = getattr(flags, name or "features")
+    print(f"error: {'; '.join(why)}; all others are in {place}", file=sys.stderr)
+    return exit_codes.FAILED
 
 
 def _check_flags(flags: argparse.Namespace) -> str:
