@@ -34,6 +34,7 @@ from vit_jax.transfer import (
     read_pretrained,
     with_image_size,
 )
+from vit_jax.transfer.card import make_card
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, preparation
 from vit_jax.transfer.program import GIVES, PLAIN, Choice
@@ -43,16 +44,6 @@ from vit_jax.transfer.tensors import check_size, share_equal
 
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
 _IMAGES = 2
-# Fields of a model that the card states.
-_SIZES = (
-    "stages", "stem_width", "stem_channels", "width_factor", "depth_factor", "width", "depth",
-    "num_heads",
-)  # fmt: skip
-_OF_FILES = {  # {key that a receipt states only if it is unusual: its line in the card}
-    "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
-    "exif": "- Files are not turned by their EXIF orientation",
-}
-_TAKEN = {"bytes": "pixels from 0 to 255, uint8", "floats": "images in this value range, float32"}
 _ZEROS = (
     "%s: all logits are 0, so comparing them shows nothing: the head was never trained; use the "
     "features, or fine-tune first"
@@ -97,9 +88,7 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     model = model if FORMATS[format].keeps_shape else for_one_size(model)
     writer = find_writer(format, model, output, "--format=")
-    pretrained = pretrained._replace(model=model)
-    if not chosen.of_texts:
-        pretrained = _with_shapes_of(format, pretrained)
+    pretrained = _with_shapes_of(format, pretrained._replace(model=model), chosen)
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer, chosen)
@@ -137,7 +126,7 @@ def export(
         card, record = ("README.md", "receipt.json") if inside else (
             f"{staged.name}.md", f"{staged.name}.receipt.json"
         )  # fmt: skip
-        write_whole(root / card, _card(receipt, output))
+        write_whole(root / card, make_card(receipt, output))
         write_whole(root / record, to_json(receipt))
         made = [*files, card, record]
         _check_free(output, [output] if inside else [output.parent / name for name in made])
@@ -145,10 +134,11 @@ def export(
     return receipt
 
 
-def _with_shapes_of(format: str, pretrained: Pretrained) -> Pretrained:
+def _with_shapes_of(format: str, pretrained: Pretrained, choice: Choice) -> Pretrained:
     """The model for images of one size, and a warning, if the format cannot keep their shapes."""
     size = pretrained.model.image_size or pretrained.spec.image_size
-    if pretrained.spec.rule is None or FORMATS[format].keeps_shape or size is None:
+    keeps_shape = FORMATS[format].keeps_shape or choice.of_texts
+    if pretrained.spec.rule is None or keeps_shape or size is None:
         return pretrained
     logger.warning(
         "--format=%s: takes images of one size, %d x %d pixels, to which pictures are squashed; "
@@ -367,102 +357,3 @@ def _check_free(output: epath.Path, paths: Sequence[epath.Path]) -> None:
             raise InputError(
                 f"--output={output}: {path.name} already exists; remove it, or give another name"
             )
-
-
-def _card(receipt: dict[str, Any], output: epath.Path) -> str:
-    """The model card for people, in Markdown."""
-    pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
-    sizes = ", ".join(f"{field} {model[field]}" for field in _SIZES if model.get(field))
-    shown = "any size"
-    if "max_tokens" in pixels:
-        shown = "in their own shape, at most {} patches of {} x {} pixels by `{}`".format(
-            pixels["max_tokens"], *pixels["patch_size"], pixels["ops"]
-        )
-    elif pixels["image_size"] is not None:
-        shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
-    at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
-    of_other = ", of the other tower" if receipt.get("takes") == "ids" else ""
-    if "text" in receipt:
-        text = receipt["text"]
-        classes = f"Texts: up to {text['length']} tokens; logits of features of length 1: "
-        classes += f"{text['scale']:.6g} x cosine {text['bias']:+.6g}"
-    else:
-        classes = f"Classes: {model['num_classes']}"
-    lines = [
-        f"# {output.name}",
-        "",
-        f"{model['family']}: {sizes}, {receipt['parameters']['count']:,} parameters; "
-        f"format {receipt['format']}.",
-        "",
-        f"- Source: `{receipt['source']}`{at}",
-        f"- Images{of_other}: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
-        f"std {pixels['std']}",
-        *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
-        f"- {classes}; probabilities by {receipt['loss'] or 'softmax'}"
-        + ("" if receipt["loss"] else ", because the loss is unknown"),
-        f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
-        _say_compared(back, receipt.get("gives", "logits")),
-    ]
-    if receipt.get("takes") == "ids":
-        lines.append(_say_taken_ids(receipt))
-    elif "takes" in receipt:
-        number = 1 if receipt["format"] == "litert" else "b"
-        shape = (number, *pixels["image_size"], channels := model.get("channels", 3))
-        axes = f"({', '.join(map(str, shape))}), {'RGB, ' * (channels == 3)}height first"
-        lines.append(f"- Takes {_TAKEN[receipt['takes']]} {axes}; gives {receipt['gives']}")
-    eps = model.get("norm_eps")
-    if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
-        lines.append(
-            f"- timm takes its own LayerNorm epsilon, and this model has {eps}: for equal logits "
-            f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`, without `eps` in model_args"
-        )
-    if receipt["computed_in"] != "float32" == back["dtype"]:
-        lines.append(
-            f"- The source computes in {receipt['computed_in']}: its own logits and results differ "
-            f"from those in {back['dtype']} by rounding"
-        )
-    if pixels["library_ops"] not in (None, pixels["ops"]):
-        library = {"hf": "transformers"}.get(receipt["format"], receipt["format"])
-        lines.append(
-            f"- {library} does not support these ops; from these files it does "
-            f"`{pixels['library_ops']}`"
-        )
-    if results := receipt.get("results"):
-        lines += ["", "| metric | value | step |", "|---|---|---|"]
-        for name, found in results.items():
-            value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
-            lines.append(f"| {name} | {value} | {found['step']:,} |")
-    return "\n".join(lines) + "\n"
-
-
-def _say_taken_ids(receipt: dict[str, Any]) -> str:
-    """The card's line on a program that takes token ids."""
-    text, number = receipt["text"], 1 if receipt["format"] == "litert" else "b"
-    said = f"- Takes token ids, int32 ({number}, {text['length']}); gives {receipt['gives']} "
-    said += f"({number}, {text['common_width']}), of length 1; "
-    if (tokenizer := text.get("tokenizer")) is None:
-        return f"{said}the ids are the model's tokenizer's, which has no files beside the weights"
-    side = "left" if tokenizer["pads_left"] else "right"
-    return (
-        f"{said}tokenizer: {', '.join(tokenizer['files'])}, padded on the {side} with the id "
-        f"{tokenizer['pad']}; the receipt has an example"
-    )
-
-
-def _say_compared(back: dict[str, Any], gives: str) -> str:
-    """The card's line on the comparison with the exported files."""
-    one = GIVES[gives]
-    said = f"{gives} in {back['dtype']} differ by at most {back[f'largest_{one}_difference']:.3g}; "
-    said += f"the largest is {back[f'largest_{one}']:.3g}"
-    if "runtime" not in back:
-        return f"- Read back: {said}"
-    versions = ", ".join(f"{name} {version}" for name, version in back["runtime"].items())
-    if "top1" in back:
-        said += f"; top-1 {back['top1']:.2%}, the model's {back['vit_jax_top1']:.2%}"
-    of, inputs = ("text", "texts") if "texts" in back else ("image", "pictures")
-    same = f", same class {back['same_class']:.1%}" if "same_class" in back else ""
-    return (
-        f"- Computed by {versions} for {back[f'{of}s']} {inputs}: {said}; smallest cosine "
-        f"{back['cosine']:.6f}{same}; {back[f'ms_per_{of}']:.3g} ms for one {of}, and "
-        f"{back[f'vit_jax_ms_per_{of}']:.3g} ms by vit_jax on the same machine"
-    )
