@@ -451,9 +451,11 @@ def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("matters", [False, True])
-def test_timm_opens_a_model_of_another_epsilon_if_that_matters_little(matters, tmp_path):
-    model, variables = random_model(gelu="exact", norm_eps=1e-12)
+@pytest.mark.parametrize(
+    ("matters", "dtype"), [(False, "float32"), (False, "bfloat16"), (True, "float32")]
+)
+def test_timm_opens_a_model_of_another_epsilon_if_that_matters_little(matters, dtype, tmp_path):
+    model, variables = random_model(gelu="exact", norm_eps=1e-12, dtype=jnp.dtype(dtype))
     if matters:  # tokens of a variance far below timm's epsilon
         names = ("embedding", "pos_embedding", "class_token")
         small = {

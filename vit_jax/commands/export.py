@@ -38,7 +38,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_shard_size",
         metavar="SIZE",
-        help="most bytes of a weight file in a folder; default: 5GB",
+        help="most bytes of a weight file in a folder; default: 5GB, one file for timm",
     )
     of_program = parser.add_argument_group("programs")
     of_program.add_argument(

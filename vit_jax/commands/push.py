@@ -37,7 +37,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--license", metavar="NAME", help="such as apache-2.0; default: as the source's at the Hub"
     )
     parser.add_argument(
-        "--max_shard_size", metavar="SIZE", help="most bytes of a weight file; default: 5GB"
+        "--max_shard_size",
+        metavar="SIZE",
+        help="most bytes of a weight file; default: 5GB, one file for timm",
     )
     parser.add_argument("--dry_run", action="store_true", help="show all, send nothing")
 

@@ -16,7 +16,7 @@ from flax import struct
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS, Attention
-from vit_jax.models.dense import Dense, multiply_exactly
+from vit_jax.models.dense import Dense, multiply_to_float32
 from vit_jax.models.layers import NO_CONTEXT, Context, EncoderBlock, EncoderFields
 from vit_jax.models.text import Causal
 
@@ -94,7 +94,7 @@ class Captioner(EncoderFields, nn.Module):
         self.encoder = self.make_encoder()
         self.head = Dense(
             self.vocabulary, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal(),
-            multiply=multiply_exactly,
+            multiply=multiply_to_float32,
         )  # fmt: skip
 
     def __call__(

@@ -16,25 +16,26 @@ def adapter_update(lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def multiply_exactly(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x (..., C) times kernel (C, F) in float32; the operands keep their dtype, also of gradients.
+def multiply_to_float32(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x (..., C) times kernel (C, F), summed in float32. Operands and gradients keep their dtype.
 
-    In bfloat16, float32 operands would cost a GPU twice the time or more; TPUs round them anyway.
+    In place of bfloat16, float32 operands would cost a GPU twice the time or more; TPUs round them.
     """
     return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
 
 def _multiply_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
-    return multiply_exactly(x, kernel), (x, kernel)
+    return multiply_to_float32(x, kernel), (x, kernel)
 
 
 def _multiply_backward(operands: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = operands
     grad = grad.astype(x.dtype)
-    return grad @ kernel.T, jnp.einsum("...c,...f->cf", x, grad)
+    # A transposed kernel would be gathered once more from its shards.
+    return jnp.einsum("...f,cf->...c", grad, kernel), jnp.einsum("...c,...f->cf", x, grad)
 
 
-multiply_exactly.defvjp(_multiply_forward, _multiply_backward)
+multiply_to_float32.defvjp(_multiply_forward, _multiply_backward)
 
 
 class Product(nn.Module):

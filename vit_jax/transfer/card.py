@@ -48,8 +48,8 @@ def make_card(receipt: dict[str, Any], output: epath.Path) -> str:
     ]
     if "takes" in receipt:
         lines.append(_say_taken(receipt))
-    eps = model.get("norm_eps")
-    if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
+    eps, timms = model.get("norm_eps"), 1e-5 if model.get("pre_norm") else 1e-6
+    if receipt["format"] == "timm" and eps != timms and model["family"] != "EfficientNet":
         lines.append(
             f"- timm takes its own LayerNorm epsilon, and this model has {eps}: for equal logits "
             f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`, without `eps` in model_args"
@@ -97,9 +97,11 @@ def _say_taken(receipt: dict[str, Any]) -> str:
     if (tokenizer := text.get("tokenizer")) is None:
         return f"{said}the ids are the model's tokenizer's, which has no files beside the weights"
     side = "left" if tokenizer["pads_left"] else "right"
+    cleaned = ", which open_clip cleans by own rules before," * tokenizer["cleaned_by_library"]
     return (
-        f"{said}tokenizer: {', '.join(tokenizer['files'])}, padded on the {side} with the id "
-        f"{tokenizer['pad']}; the receipt has an example"
+        f"{said}texts{cleaned} become ids by the files of a tokenizer beside the program, for "
+        f"transformers in a folder as {', '.join(tokenizer['files'])}; padded on the {side} with "
+        f"the id {tokenizer['pad']}; the receipt has an example"
     )
 
 

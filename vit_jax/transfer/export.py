@@ -74,7 +74,8 @@ def export(
       output: a file or folder to write.
       format: "npz", "npz_v2", "hf", "hf_pair", "timm", "t2t", or a program: "stablehlo",
         "onnx" or "litert".
-      max_shard_size: of the files of weights in a folder, such as "500MB"; None: "5GB".
+      max_shard_size: of the files of weights in a folder, such as "500MB"; None: "5GB",
+        and one file for timm.
       choice: fields of `transfer.program.Choice`, of a program: what it takes and gives.
 
     Raises:
@@ -256,6 +257,7 @@ def _describe_texts(side: TextSide, choice: Choice) -> dict[str, Any]:
     facts = {"start": tokenizer.start, "end": tokenizer.end, "pad": tokenizer.pad}
     facts |= {
         "pads_left": tokenizer.pads_left,
+        "cleaned_by_library": not side.by_files,
         "ids": {_EXAMPLE: tokenizer([_EXAMPLE])[0].tolist()},
     }
     return found | {"tokenizer": facts | {"files": [file.name for file in side.files]}}

@@ -304,18 +304,24 @@ def write_pair(
     scale = {"logit_scale": np.asarray(side.matcher.bound(side.params["logit_scale"]))}
     arrays |= write_rows(text_rows(side.matcher), {**side.params, **scale}, side.matcher)
     files = _write_folder(path, config, arrays, spec, max_shard_size)
-    # Without these, transformers pads texts to another length, and masks SigLIP's padding.
-    needed: dict[str, Any] = {"model_max_length": side.matcher.text.length}
-    needed |= {"model_input_names": ["input_ids"]} if PAIRS[name] == "siglip" else {}
     for file in side.files:
         content = file.read_bytes()
         if file.name == "tokenizer_config.json":
-            stated = json.loads(content)
-            if missing := needed.keys() - stated.keys():
-                stated |= {key: needed[key] for key in sorted(missing)}
-                content = json.dumps(stated, indent=2).encode()
+            content = _with_lengths(content, side.matcher.text.length, PAIRS[name])
         write_whole(path / file.name, content)
     return [*files, *(file.name for file in side.files)]
+
+
+def _with_lengths(content: bytes, length: int, kind: str) -> bytes:
+    """tokenizer_config.json by which transformers pads texts as the model does.
+
+    Without these keys it pads to another length, and masks the padding that SigLIP attends to.
+    """
+    stated = json.loads(content)
+    own = {"model_max_length": min(length, stated.get("model_max_length", length))}
+    if kind == "siglip" and "model_input_names" not in stated:
+        own["model_input_names"] = ["input_ids"]
+    return content if own.items() <= stated.items() else json.dumps(stated | own, indent=2).encode()
 
 
 def _as_folder(

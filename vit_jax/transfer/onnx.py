@@ -40,7 +40,7 @@ def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, An
 
         model = to_onnx(
             program.call,
-            [program.images],
+            [program.inputs],
             opset=OPSET,
             input_names=[program.name],
             output_names=["outputs"],

@@ -103,7 +103,7 @@ class Choice(NamedTuple):
                 "precision=int8: needs pictures (with a folder per class) and calibration (others)",
             )
             faults.need(
-                self.of_classes,
+                self.of_classes or self.gives not in GIVES,
                 f"precision=int8: is tested by top-1, so gives={self.gives} does not go with it",
             )
             drop = f"max_drop={self.max_drop}: needed: a fraction in [0, 1); 0.01 is one point"
@@ -142,7 +142,7 @@ class Program(NamedTuple):
         return "images" if len(self.shape) == 3 else "ids"
 
     @property
-    def images(self) -> jax.ShapeDtypeStruct:
+    def inputs(self) -> jax.ShapeDtypeStruct:
         """Inputs of any number, for tracing."""
         return jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *self.shape), self.dtype)
 

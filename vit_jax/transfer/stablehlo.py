@@ -20,7 +20,7 @@ SPLITS = False
 
 def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, Any]]:
     """Write the program; return the names of the files, and facts for the receipt."""
-    exported = jax.export.export(jax.jit(program.call), platforms=PLATFORMS)(program.images)
+    exported = jax.export.export(jax.jit(program.call), platforms=PLATFORMS)(program.inputs)
     write_whole(path, bytes(exported.serialize()))
     return [path.name], {}
 

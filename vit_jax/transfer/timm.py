@@ -324,7 +324,7 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         config["norm_eps"] = args.pop("eps")
         logger.warning(
             "--format=timm: timm computes norms with its own epsilon, %g, and this model with %g: "
-            "in timm logits differ by up to %.2g of the largest", _eps_of_timm(model),
+            "on noise, features differ by %.2g of the largest", _eps_of_timm(model),
             model.norm_eps, difference,
         )  # fmt: skip
     spec = pretrained.spec.at(model.image_size).of(model.channels)
@@ -381,7 +381,8 @@ def _eps_of_timm(model: nn.Module) -> float:
 
 def _difference_by_eps(pretrained: Pretrained) -> float:
     """How much the outputs change with timm's epsilon on noise, as a share of the largest."""
-    model, variables = pretrained.model, jax.device_put(pretrained.variables)
+    model = pretrained.model.clone(dtype=jnp.dtype("float32"))  # bfloat16 would hide it
+    variables = jax.device_put(pretrained.variables)
     images = jax.random.uniform(
         jax.random.key(0), (2, *model.image_size, model.channels), minval=-1.0
     )

@@ -153,7 +153,7 @@ def resolve(
         }
         config = config_lib.with_values(config, changes) if changes else config
         decided_by |= dict.fromkeys(changes, by)
-        if "model.name" in changes:
+        if by == "source" and "model.name" in changes:
             said = ", ".join(f"{key}={value}" for key, value in changes.items())
             logger.info("taken from init_from=%s: %s", config.init_from, said)
         if by == "source" and changes:
