@@ -53,6 +53,8 @@ MODELS = {  # {kind: file of tests/golden}
     "SigLIP 2, at one size": "hf_siglip2",
     "image tower of SigLIP": "hf_siglip_pair",
     "image tower of CLIP": "hf_clip_pair",
+    "text tower of SigLIP": "hf_siglip_pair",
+    "text tower of CLIP": "hf_clip_pair",
     "CLIP": "timm_clip.safetensors",
     "EVA-02, rotary": "timm_eva02.safetensors",
     "ViT-5": "vit5.safetensors",
@@ -111,15 +113,17 @@ def measure(pretrained: Pretrained, kind: str, format: str, precision: str) -> d
     gives = "features" if pretrained.model.num_classes is None else (
         "probabilities" if "several" in kind else "logits"
     )  # fmt: skip
+    gives = "text_features" if kind.startswith("text") else gives
+    one, what = GIVES[gives], "text" if kind.startswith("text") else "image"
     choice = Choice(gives=gives, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if precision == "int8":
+            if precision == "int8" and what == "image":
                 where: dict[str, epath.PathLike] = {
                     "pictures": folder,
                     "calibration": folder,
                 }  # of features: is refused
-                if gives != "features":
+                if one != "feature":
                     where = write_pictures(pretrained, folder)
                 choice = choice._replace(max_drop=0.99, **where)
             choice.check(format, RUNTIMES[format].PRECISIONS)
@@ -127,12 +131,11 @@ def measure(pretrained: Pretrained, kind: str, format: str, precision: str) -> d
             _, found = export_program(path, pretrained, format, choice)
         except (InputError, RuntimeError) as e:
             return {"refused": " ".join(str(e).split())}
-    one = GIVES[gives]
     error = found[f"largest_{one}_difference"] / found[f"largest_{one}"]
     return {"cosine": f"{found['cosine']:.7f}", "error": f"{error:.2g}",
-            "same_class": found.get("top1", found["same_class"]) if gives != "features" else "",
-            "ms": f"{found['ms_per_image']:.3g}",
-            "ours_ms": f"{found['vit_jax_ms_per_image']:.3g}"}  # fmt: skip
+            "same_class": found.get("top1", found.get("same_class", "")),
+            "ms": f"{found[f'ms_per_{what}']:.3g}",
+            "ours_ms": f"{found[f'vit_jax_ms_per_{what}']:.3g}"}  # fmt: skip
 
 
 def rows_to_make(only: str) -> Iterator[tuple[str, str, str]]:
