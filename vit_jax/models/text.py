@@ -85,7 +85,9 @@ class TextTower(EncoderFields, nn.Module):
             is_end = ids_KT if self.end_id is None else ids_KT == self.end_id
             pooled_K = is_end.argmax(axis=1)  # the first
         x_KTD = self.tokens(ids_KT, train=train)
-        return self.head(jnp.take_along_axis(x_KTD, pooled_K[:, None, None], axis=1)[:, 0])
+        # Not take_along_axis, which jax2onnx 0.13 cannot convert with jax 0.12.
+        is_pooled_KT = jnp.arange(ids_KT.shape[1])[None] == pooled_K[:, None]
+        return self.head((x_KTD * is_pooled_KT[..., None]).sum(axis=1))
 
 
 class Matcher(nn.Module):
