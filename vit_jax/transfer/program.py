@@ -32,7 +32,7 @@ GIVES = {
     "text_features": "feature",
 }
 
-_PRECISIONS = ("float32", "float16", "int8")  # of which a runtime has some
+_PRECISIONS = ("float32", "float16", "int8")  # a runtime's own are some of these
 
 
 class Choice(NamedTuple):
