@@ -37,7 +37,7 @@ from vit_jax.transfer import (
 from vit_jax.transfer.card import make_card
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, preparation
-from vit_jax.transfer.program import GIVES, PLAIN, Choice
+from vit_jax.transfer.program import GIVES, PLAIN, Choice, need_texts
 from vit_jax.transfer.runtimes import RUNTIMES, export_program, need_packages
 from vit_jax.transfer.source import to_json
 from vit_jax.transfer.tensors import check_size, share_equal
@@ -233,10 +233,10 @@ def _read_text_side(
     pretrained: Pretrained, writer: Format, choice: Choice = PLAIN
 ) -> TextSide | None:
     """The text side, for a format of pairs, and for the program of a tower of a pair."""
-    read = pretrained.read_text_side
     if choice.of_pairs:
-        return need_text_side(read, f"gives={choice.gives}: {pretrained.source}")
-    return need_text_side(read, pretrained.source) if writer.of_pairs else None
+        return need_texts(pretrained, choice)
+    read, source = pretrained.read_text_side, pretrained.source
+    return need_text_side(read, source) if writer.of_pairs else None
 
 
 def _write_tokenizer(staged: epath.Path, side: TextSide) -> list[str]:

@@ -155,7 +155,7 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
         takes images of any size.
     """
     if choice.of_texts:
-        return _make_text_program(_need_texts(pretrained, choice), choice)
+        return _make_text_program(need_texts(pretrained, choice), choice)
     model, variables, spec = pretrained.model, pretrained.variables, pretrained.spec
     size = model.image_size or spec.image_size
     if size is None:
@@ -184,7 +184,7 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
     program = Program(apply, variables, shape, dtype, choice.precision)
     if choice.gives != "image_features":
         return program
-    head = _need_texts(pretrained, choice).params.get("image_head/kernel")
+    head = need_texts(pretrained, choice).params.get("image_head/kernel")
 
     def apply_in_common(variables: Any, images: jax.Array) -> jax.Array:
         found = apply(variables["tower"], images)
@@ -193,7 +193,8 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
     return program._replace(apply=apply_in_common, variables={"tower": variables, "head": head})
 
 
-def _need_texts(pretrained: Pretrained, choice: Choice) -> TextSide:
+def need_texts(pretrained: Pretrained, choice: Choice) -> TextSide:
+    """The text side; an InputError, which names `choice.gives`, says that there is none."""
     return need_text_side(pretrained.read_text_side, f"gives={choice.gives}: {pretrained.source}")
 
 

@@ -26,11 +26,19 @@ from vit_jax.base.packages import need_package
 from vit_jax.data import words
 from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
-from vit_jax.models.zero_shot import TextSide, check_ids, need_text_side
+from vit_jax.models.zero_shot import TextSide, check_ids
 from vit_jax.transfer import litert, onnx, stablehlo
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_image, load_pixels
-from vit_jax.transfer.program import GIVES, MOST_BYTES, PLAIN, Choice, Program, make_program
+from vit_jax.transfer.program import (
+    GIVES,
+    MOST_BYTES,
+    PLAIN,
+    Choice,
+    Program,
+    make_program,
+    need_texts,
+)
 
 RUNTIMES: dict[str, Any] = {"stablehlo": stablehlo, "onnx": onnx, "litert": litert}
 
@@ -81,7 +89,7 @@ def export_program(
 
     program = _make_program(pretrained, format, choice)
     if choice.of_texts:
-        ids = sample_ids(need_text_side(pretrained.read_text_side, pretrained.source))
+        ids = sample_ids(need_texts(pretrained, choice))
         return _write_and_compare(path, program, format, choice, np.split(ids, 2))
     spec = pretrained.spec.at(program.shape[:2])
     folders = {"pictures": choice.pictures, "calibration": choice.calibration}
