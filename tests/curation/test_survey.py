@@ -32,6 +32,7 @@ def sources(pixels, tmp_path_factory):
     for name in "ab":
         (root / "val" / name).mkdir(parents=True)
         (root / "val" / name / "0.jpg").write_bytes(encoded(pixels[4 if name == "a" else 32]))
+    (root / "val/b/1.png").write_bytes(b"none")
     where = {"image_size": (8, 8), "data_dir": str(root)}
     return {split: make_source("folder", split=split, **where) for split in ("train", "val")}
 
@@ -51,7 +52,7 @@ def test_the_page_shows_what_there_is(sections):
     assert said["sizes"].table[3][1:] == ("2",) * 5  # width / height
     assert "distort 100.0% of the pixels by more than 10%, or cut off 50.0%" in said["square"].found
     assert said["square"].remedy.startswith("--config=folder:native keeps their shape")
-    assert "train/b/32.png" in said["broken"].found
+    assert said["broken"].found == "unreadable pictures: 2, train/b/32.png, val/b/1.png"
     assert said["duplicates"].found == (
         "1 pictures of train are near an earlier one; 1 of them near one of val"
     )

@@ -163,7 +163,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "vit_jax")
     for name in ("a/1.jpg", "a/2.heic", "a/3.HEIC", "b/4.png", "b/.5.jpg", "b/README",
                  "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "7.jpg", "8.jpg", "9.jpg",
-                 "0.jpg", "__MACOSX/a/1.jpg"):  # fmt: skip
+                 "0.jpg", "__MACOSX/a/1.jpg", "a.0123.index.npz"):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(encode(smooth_image()))
     (tmp_path / "empty").mkdir()
@@ -175,6 +175,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
     for what in ("2 .heic (a/", "1 .jpg that is no file (b/pipe.jpg)", "1 hidden (b/.5.jpg)",
                  "1 without extension (b/RE", "convert the others"):  # fmt: skip
         assert what in skipped
+    assert "index" not in skipped
     assert "5 beside the folders of the classes (" in beside
     assert "put each into the folder of its class" in beside and "convert" not in beside
     (ignored,) = (message for message in caplog.messages if ": ignored " in message)

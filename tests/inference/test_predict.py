@@ -145,12 +145,14 @@ def test_pixels_of_an_image(images):
 def test_features_of_files(golden, images, tmp_path, capsys, tokens):
     source, output = golden / "hf_deit", tmp_path / "features.npz"
     words = [f"--init_from={source}", f"--features={output}", f"--tokens={tokens}", images]
-    assert main(["predict", "--batch_size=8", *map(str, words), "no.png"]) == 1  # one is broken
+    words += ["no.png", "none"]
+    assert main(["predict", "--batch_size=8", *map(str, words)]) == 1  # one is broken
     out, err = capsys.readouterr()
     said = json.loads(out)
     assert "error: no.png: no such file or folder" in err
     assert "broken.png: not a readable image (it holds no image" in err and "; left out" in err
-    why = "1 of the images cannot be read, as `valid` in the file says; no.png: no such file"
+    why = "images that cannot be read: 1; see `valid` in the file; paths that give no image: 2, "
+    why += "such as no.png: no such file"
     assert err.splitlines()[-1].startswith(f"error: {why}")
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]

@@ -27,7 +27,7 @@ from vit_jax.base.tree import flatten_names
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.sources import arrays
-from vit_jax.data.tokenizers import TextFacts
+from vit_jax.data.tokenizers import TextFacts, are_equal
 from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
@@ -40,6 +40,7 @@ from vit_jax.run.build import describe
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.train import start_state
 from vit_jax.transfer import read_pretrained
+from vit_jax.transfer.export import export
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -204,12 +205,17 @@ def begin(source, workdir, **overrides):
         return started, start_state(started)[0]
 
 
-@pytest.mark.parametrize("kind", ["hf", "run"])
+@pytest.mark.parametrize("kind", ["hf", "run", "export"])
 def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, kind):
     caplog.set_level("INFO", "vit_jax")
     source, own = run, {"model.scan": False}
-    if kind == "hf":
+    if kind != "run":
         source, own = siglip(golden, tmp_path / "pair"), {"model.scan": True, **OF_GOLDEN}
+    if kind == "export":
+        own["data.tokenizer"] = source
+        export(source, source := tmp_path / "exported", "hf_pair")
+        config = source / "tokenizer_config.json"
+        assert config.read_bytes() != (own["data.tokenizer"] / config.name).read_bytes()
     started, state = begin(source, tmp_path / "new", **own)
     assert f"{source}: its text tower is taken" in caplog.text
     pretrained = read_pretrained(source)
@@ -225,7 +231,7 @@ def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, 
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     own = {name for name in tree.flatten_names(params) if not name.startswith("head/")}
     assert {*started.initial_params} == own
-    assert started.tokenizer == {path.name: path.read_bytes() for path in side.files}
+    assert are_equal(started.tokenizer, {path.name: path.read_bytes() for path in side.files})
 
 
 def test_a_text_tower_of_another_tokenizer_or_shape_is_not_taken(golden, tmp_path, caplog):

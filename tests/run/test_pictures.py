@@ -125,7 +125,6 @@ def test_eight_devices_compute_as_one(make_config, tmp_path, overrides):
     check_same_on_all_devices(take_steps, atol=1e-5)
 
 
-@pytest.mark.usefixtures("one_device")
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, PACKED, MASKED], ids=["drawn", "packed", "mae"])
 def test_two_processes_give_the_run_of_one(folder, tmp_path, overrides):
@@ -143,6 +142,7 @@ def test_two_processes_give_the_run_of_one(folder, tmp_path, overrides):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_run_goes_on_within_each_number_of_tokens(
     make_config, folder, tmp_path, monkeypatch, caplog
 ):

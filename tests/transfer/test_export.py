@@ -452,17 +452,22 @@ def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, m
 
 
 @pytest.mark.parametrize(
-    ("matters", "dtype"), [(False, "float32"), (False, "bfloat16"), (True, "float32")]
+    ("matters", "dtype"),
+    [("", "float32"), ("", "bfloat16"), ("always", "float32"), ("for plain images", "float32")],
 )
 def test_timm_opens_a_model_of_another_epsilon_if_that_matters_little(matters, dtype, tmp_path):
     model, variables = random_model(gelu="exact", norm_eps=1e-12, dtype=jnp.dtype(dtype))
     if matters:  # tokens of a variance far below timm's epsilon
-        names = ("embedding", "pos_embedding", "class_token")
-        small = {
-            name: jax.tree.map(lambda x: 1e-4 * x, variables["params"][name]) for name in names
-        }
-        variables = {"params": variables["params"] | small}
+        names = {"embedding": 1e-4, "pos_embedding": 1e-4, "class_token": 1e-4}
+        names = names if matters == "always" else {"pos_embedding": 1e-4}
+        params = variables["params"]
+        params |= {name: jax.tree.map(lambda x, by=by: by * x, params[name])
+                   for name, by in names.items()}  # fmt: skip
+        if matters == "for plain images":  # which the embedding does not see
+            kernel = params["embedding"]["kernel"]
+            kernel -= kernel.mean(axis=0)
+            params["embedding"] = {"kernel": kernel, "bias": 0 * params["embedding"]["bias"]}
     vit_jax.save_pretrained(tmp_path / "out", model, variables, "timm")
     stated = json.loads((tmp_path / "out/config.json").read_text())
-    assert ("eps" in stated["model_args"], "norm_eps" in stated) == (matters, not matters)
+    assert ("eps" in stated["model_args"], "norm_eps" in stated) == (bool(matters), not matters)
     assert read_pretrained(tmp_path / "out").model.norm_eps == 1e-12

@@ -5,12 +5,14 @@ python -m pytest -m interop tests/transfer/test_interop.py
 """
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
+from fake_hub import served
 from pairs import siglip
 from published import random_model
 from safetensors.numpy import load_file, save_file
@@ -32,6 +34,7 @@ from vit_jax.transfer import (
 )
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec, load_image
+from vit_jax.transfer.push import push
 
 pytestmark = pytest.mark.interop
 
@@ -275,6 +278,25 @@ def test_transformers_opens_a_siglip_2(golden, tmp_path):
         assert_close(found.pooler_output.numpy(), io["features"], 2e-5)
     processor = transformers.Siglip2ImageProcessor.from_pretrained(tmp_path / "out")
     assert (processor.patch_size, processor.max_num_patches) == (16, 18)
+
+
+@pytest.mark.parametrize("name", ["timm_vit.safetensors", "hf_vit"])
+def test_the_card_s_own_lines_load_the_model(name, golden, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    library = {"hf_vit": "transformers"}.get(name, "timm")
+    pytest.importorskip(library)
+    monkeypatch.setenv("HF_TOKEN", "hf_writes")
+    images = np.random.default_rng(0).uniform(-1, 1, (2, 32, 32, 3)).astype(np.float32)
+    with served({}, monkeypatch, tmp_path):
+        format = {"timm": "timm", "transformers": "hf"}[library]
+        card = push(read_pretrained(golden / name), "me/mine", format)["texts"]["README.md"]
+        ours, theirs = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+        exec(ours, found := {})
+        exec(theirs, found_by_library := {})
+    expected = jax.jit(found["model"].apply)(found["variables"], images)
+    with torch.no_grad():
+        logits = found_by_library["model"].eval()(torch.from_numpy(images.transpose(0, 3, 1, 2)))
+    assert_close(getattr(logits, "logits", logits).numpy(), expected, 2e-5)
 
 
 def test_transformers_reads_texts_as_a_pair_of_ours_does(golden, tmp_path):

@@ -145,13 +145,17 @@ def test_a_scale_above_its_bound_is_written_as_the_bound(golden, tmp_path):
 
 def test_an_export_takes_the_tokenizer_along(golden, tmp_path, capsys):
     source = siglip(golden, tmp_path / "source")
+    length = read_pretrained(source).read_text_side().matcher.text.length
+    of_source = source / "tokenizer_config.json"
+    own = {"model_max_length": None, "model_input_names": ["input_ids", "attention_mask"]}
+    of_source.write_text(json.dumps(json.loads(of_source.read_text()) | own))
     words = [f"--init_from={source}", f"--output={tmp_path / 'out'}", "--format=hf_pair"]
     assert main(["export", *words]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert {"spiece.model", "tokenizer_config.json"} <= {*files}
     assert (tmp_path / "out/spiece.model").read_bytes() == (source / "spiece.model").read_bytes()
     stated = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
-    assert stated["model_input_names"] == ["input_ids"] and stated["model_max_length"] > 0
+    assert (stated["model_input_names"], stated["model_max_length"]) == (["input_ids"], length)
 
 
 def test_numbers_of_positions_are_no_weights(golden, tmp_path):

@@ -46,7 +46,11 @@ def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, format):
     assert {name: len(content) for name, content in files.items()} == said["files"]
     assert ("model.safetensors.index.json" in files) == (format == "timm")
     assert ("but timm reads one file only" in printed.err) == (format == "timm")
-    assert out.endswith(files["README.md"].decode() + "\n")
+    told = ("README.md", "config.json", "receipt.json")
+    assert all(f"== {name}\n{files[name].decode()}" in out for name in told)
+    use = {"timm": 'timm.create_model("hf-hub:me/mine", pretrained=True)',
+           "hf": 'transformers.ViTForImageClassification.from_pretrained("me/mine")'}  # fmt: skip
+    assert use[format] in out
     card = ModelCard(files["README.md"].decode()).data
     assert (card.license, card.pipeline_tag) == ("mit", "image-classification")
     assert "hf_writes" not in out + caplog.text + str(files)
@@ -149,6 +153,9 @@ def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     assert re.findall(r"arxiv.org/abs/(\S+)", text) == ["2010.11929"]
     assert "evaluate --workdir=" in text
     results = ModelCard(text).data.eval_results
+    assert "test/num_examples" in text and "test/num_examples" not in {
+        result.metric_name for result in results
+    }
     (top1,) = [r for r in results if r.metric_name == "test/top1"]
     assert (top1.metric_type, top1.dataset_name, top1.dataset_split) == (
         "accuracy",

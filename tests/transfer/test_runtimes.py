@@ -202,9 +202,9 @@ def test_a_program_of_texts_is_refused_by_key(golden, tmp_path, capsys):
     words += ["--format=stablehlo", "--gives=text_features"]
     for flag, says in (
         ("--quiet", r"gives=text_features: .*hf_vit: the model has no text tower; needs one with"),
-        ("--takes=bytes", "takes=bytes: is of images, and gives=text_features takes token ids; le"),
-        (f"--pictures={tmp_path}", "pictures=.*: is of images, and gives=text_features takes"),
-        ("--image_size=32", "image_size=32: is of images, and gives=text_features takes token id"),
+        ("--takes=bytes", "takes=bytes: is for images, but gives=text_features takes token ids;"),
+        (f"--pictures={tmp_path}", "pictures=.*: is for images, but gives=text_features takes"),
+        ("--image_size=32", "image_size=32: is for images, but gives=text_features takes token"),
         ("--gives=image_features", "gives=image_features: .*hf_vit: the model has no text tower"),
     ):
         assert main([*words, flag]) == 2
@@ -214,7 +214,7 @@ def test_a_program_of_texts_is_refused_by_key(golden, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
+def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch, caplog):
     def fail(*args):
         raise IndexError("too many indices")
 
@@ -230,7 +230,11 @@ def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"cannot hold this model so \(IndexError: .*float16"):
         runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
     (others / "c.png").write_bytes((pictures / "class 1/a.png").read_bytes())
-    with pytest.raises(InputError, match=r"^calibration=.*: 1 of 2 pictures .*c\.png; give other"):
+    with pytest.raises(RuntimeError, match="cannot hold this model so"):
+        runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
+    assert re.search(r"1 of 2 pictures are in .*c\.png; they are left out", caplog.text)
+    (others / "b.png").unlink()
+    with pytest.raises(InputError, match=r"^calibration=.*: 1 of 1 pictures .*c\.png; give other"):
         runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
     choice |= {"calibration": tmp_path / "none"}
     with pytest.raises(InputError, match=r"^calibration: .*none: no such file or folder"):

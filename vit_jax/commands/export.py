@@ -23,7 +23,7 @@ import sys
 
 from rich.console import Console
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.commands.flags import define_source_flags, read_source, require_flags
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
@@ -47,8 +47,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     of_program.add_argument(
         "--gives",
         default="logits",
-        help="logits, probabilities, or features (the head's input); of a model of images and "
-        "texts image_features or text_features, of length 1 and one width",
+        help="logits, probabilities, or features (the head's input); models of images and texts "
+        "also give image_features or text_features, normalised and of one width",
     )
     of_program.add_argument("--precision", default="float32", help="float32, float16 or int8")
     of_program.add_argument(
@@ -79,10 +79,14 @@ def main(flags: argparse.Namespace) -> int:
 
     try:
         choice = {name: getattr(flags, name) for name in Choice._fields}
-        check_choice(flags.format, Choice(**choice), flags.output, flags.max_shard_size)
-        if choice["gives"] == "text_features" and flags.image_size is not None:
-            size = f"--image_size={flags.image_size}: is of images"
-            raise InputError(f"{size}, and gives=text_features takes token ids; leave it out")
+        faults, chosen = Faults(), Choice(**choice)
+        faults.check(check_choice, flags.format, chosen, flags.output, flags.max_shard_size)
+        faults.need(
+            flags.image_size is None or not chosen.of_texts,
+            f"--image_size={flags.image_size}: is for images, but gives=text_features takes token "
+            "ids; leave it out",
+        )
+        collect_faults(faults)
         source = read_source(flags)
         receipt = export(
             source, flags.output, flags.format, max_shard_size=flags.max_shard_size, **choice

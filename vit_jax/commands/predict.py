@@ -259,13 +259,15 @@ def _write(
     why = []
     if written["unreadable"]:
         where = "`error` in the table" if name else "`valid` in the file"
-        why.append(f"{written['unreadable']} of the images cannot be read, as {where} says")
-    why += [f"{path}: {fault}" for path, fault in given.faults.items()][:1]
+        why.append(f"images that cannot be read: {written['unreadable']}; see {where}")
+    if given.faults:
+        first = next(f"{path}: {fault}" for path, fault in given.faults.items())
+        why.append(f"paths that give no image: {len(given.faults)}, such as {first}")
     if not why:
         return exit_codes.DONE
     # On every process: a launcher shows the last lines of the one that ends first.
     place = getattr(flags, name or "features")
-    print(f"error: {'; '.join(why)}; all others are in {place}", file=sys.stderr)
+    print(f"error: {'; '.join(why)}; all other images are in {place}", file=sys.stderr)
     return exit_codes.FAILED
 
 

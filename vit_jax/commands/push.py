@@ -8,8 +8,8 @@ exported and read back first, as `export` does. The repository is made if there 
 HF_TOKEN, or run `hf auth login`, for a token that may write. After a failed upload run the same
 command again: what was sent is not sent again.
 
-Prints the names and sizes of the files, and the address, as JSON; with --dry_run also the model
-card, and sends nothing.
+Prints the names and sizes of the files, and the address, as JSON. With --dry_run it sends nothing,
+and prints the texts too: the model card README.md, the recipe, the receipt and the library's files.
 """
 
 import argparse
@@ -62,8 +62,9 @@ def main(flags: argparse.Namespace) -> int:
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
-    card = said.pop("card")
+    texts = said.pop("texts")
     print(json.dumps(said, indent=2))
     if flags.dry_run:
-        print(card)
+        for name, text in texts.items():
+            print(f"\n== {name}\n{text}")
     return exit_codes.DONE

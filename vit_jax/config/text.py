@@ -151,7 +151,7 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
     if kind is tuple and type(value) in (int, float):
         return (value,)
     if kind is tuple and not isinstance(value, tuple):
-        raise ValueError("needs numbers separated by commas, e.g. 0.5,0.5,0.5")
+        raise ValueError("needs numbers separated by commas, e.g. 0.5,0.25 or 64,32")
     numbers = value if isinstance(value, tuple) else (value,)
     if not all(type(number) in (int, float) for number in numbers):
         raise ValueError(f"needs one or more numbers, e.g. 32 or 32,48{or_none}")

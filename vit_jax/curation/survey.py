@@ -46,7 +46,7 @@ def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
         _sizes(facts),
         _square(facts[:, 0], facts[:, 1], keeps_shape),
         _colours(facts, source.channels),
-        _broken(source, own),
+        _broken(sources, looks),
         _duplicates(sources, looks),
         *_captions(source),
         _sheet(source, own.label),
@@ -110,12 +110,13 @@ def _colours(facts: np.ndarray, channels: int) -> Section:
     return Section("colours", "ok", "mean {}; standard deviation {} (of 1)".format(*texts))
 
 
-def _broken(source: Source, looks: Looks) -> Section:
-    broken = np.flatnonzero(~looks.valid)
+def _broken(sources: Mapping[str, Source], looks: Mapping[str, Looks]) -> Section:
+    broken = [(source, i) for name, source in sources.items()
+              for i in np.flatnonzero(~looks[name].valid).tolist()]  # fmt: skip
     rows = [(source.record_name(i), source.why_unreadable(i) or "it is damaged; save it again")
-            for i in broken[:_LISTED].tolist()]  # fmt: skip
+            for source, i in broken[:_LISTED]]  # fmt: skip
     said = f"unreadable pictures: {len(broken):,}" + f", {few([r[0] for r in rows])}" * bool(rows)
-    remedy = "training leaves them out; repair or remove them" * bool(rows)
+    remedy = "the run leaves them out; repair or remove them" * bool(rows)
     return Section("broken", "warning" if rows else "ok", said, remedy, rows and [("", ""), *rows])
 
 

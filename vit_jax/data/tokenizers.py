@@ -21,7 +21,8 @@ from etils import epath
 from vit_jax.base.errors import InputError
 
 _SENTENCES, _OTHERS = "spiece.model", "tokenizer.json"
-_STATED = ("special_tokens_map.json", "tokenizer_config.json")
+_CONFIG = "tokenizer_config.json"
+_STATED = ("special_tokens_map.json", _CONFIG)
 FILES = (_SENTENCES, _OTHERS, *_STATED)
 
 SIZE = 32_000  # token ids of a tokenizer that a run trains, at most; as SigLIP's
@@ -257,7 +258,28 @@ def train_tokenizer(texts: Iterable[str], size: int = SIZE) -> dict[str, bytes]:
         ) from None
     stated: dict[str, Any] = {"tokenizer_class": "SiglipTokenizer", "unk_token": "<unk>"}
     stated |= {"pad_token": "</s>", "eos_token": "</s>", "model_input_names": ["input_ids"]}
-    return {_SENTENCES: model.getvalue(), _STATED[1]: json.dumps(stated).encode()}
+    return {_SENTENCES: model.getvalue(), _CONFIG: json.dumps(stated).encode()}
+
+
+def for_transformers(
+    files: Mapping[str, bytes], length: int, *, masks_padding: bool
+) -> dict[str, bytes]:
+    """A tokenizer's {name: content} by which transformers pads texts to `length` ids.
+
+    `masks_padding`: whether a mask may hide the padding from the model; SigLIP attends to it.
+    """
+    stated = json.loads(files.get(_CONFIG, "{}"))
+    own: dict[str, Any] = {"model_max_length": length}
+    own |= {} if masks_padding else {"model_input_names": ["input_ids"]}
+    if own.items() <= stated.items():
+        return {**files}
+    return {**files, _CONFIG: json.dumps(stated | own, indent=2, sort_keys=True).encode()}
+
+
+def are_equal(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:
+    """Whether the files define one tokenizer; how long transformers pads does not count."""
+    found = [for_transformers(files, 0, masks_padding=False) for files in (one, other)]
+    return found[0] == found[1]
 
 
 def _open_sentences(content: bytes, reads_specials: bool) -> Opened:

@@ -424,5 +424,5 @@ def check_images(run: "Run") -> Finding:
                           for i in broken}  # fmt: skip
     said = f"{len(names):,} images read; {len(lines):,} fail{':' * bool(lines)}"
     text = "\n".join([said, *lines.values()])
-    remedy = "training leaves them out; repair or remove them" * bool(lines)
+    remedy = "the run leaves them out; repair or remove them" * bool(lines)
     return Finding("all images", WARNING if lines else OK, text, remedy)

@@ -84,7 +84,8 @@ class EvalInputs:
     def maps(self, state: TrainState, images: Images) -> Images:
         """The features of patches as float32 maps (B, rows, columns, D); jit it.
 
-        Those of pictures are `Pictures` whose patches have 1 x 1 "pixels", so `cut_out` gives maps.
+        Pictures in their own shape give `Pictures`: each patch is one "pixel" of D channels, so
+        `cut_out` gives the maps.
         """
         x_BND = self.apply(state, images, "tokens").astype(np.float32)
         if isinstance(images, Pictures):

@@ -61,7 +61,7 @@ def check_patch_sizes(model: Model, drawn: str | int) -> None:
             "must be among them; draw it too, or set another --config.model.patch_size"
         )
     for size in sizes:
-        check_size(model, model.image_size, "data.image_size", size)
+        check_size(model, model.image_size, f"{key}: data.image_size", size)
 
 
 def check_batch(

@@ -12,6 +12,7 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.data.contract import fingerprint
+from vit_jax.data.images.files import INDEX
 from vit_jax.data.images.given import find_images, image_files, stamp_of
 from vit_jax.inference.outputs import check_size, outputs, without_masked
 from vit_jax.inference.parts import facts_of_model
@@ -54,7 +55,7 @@ def open_index(
     check_size(pretrained)
     found, place = find_images([folder]), os.path.abspath(folder)
     key = fingerprint(facts or facts_of_model(pretrained))
-    path = epath.Path(f"{place}.{key[:12]}.index.npz")
+    path = epath.Path(f"{place}.{key[:12]}{INDEX}")
     kept = _read(path)
     stamps = [f"{os.path.relpath(file, place)} {stamp_of(file)}" for file in found]
     new = [i for i, stamp in enumerate(stamps) if stamp not in kept]

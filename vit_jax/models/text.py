@@ -87,7 +87,7 @@ class TextTower(EncoderFields, nn.Module):
         x_KTD = self.tokens(ids_KT, train=train)
         # Not take_along_axis, which jax2onnx 0.13 cannot convert with jax 0.12.
         is_pooled_KT = jnp.arange(ids_KT.shape[1])[None] == pooled_K[:, None]
-        return self.head((x_KTD * is_pooled_KT[..., None]).sum(axis=1))
+        return self.head(jnp.where(is_pooled_KT[..., None], x_KTD, 0).sum(axis=1))
 
 
 class Matcher(nn.Module):

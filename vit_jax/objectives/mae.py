@@ -188,7 +188,7 @@ class _Mae:
         if not visible and self.model.max_tokens is None:
             raise InputError(
                 f"objective.mask_ratio={self.keys.mask_ratio}: leaves none of {number} patches "
-                f"visible; set at most {int(100 * (1 - 1 / number)) / 100}, or larger images"
+                "visible; set a smaller one, or take larger images"
             )
         return max(visible, 1)
 

@@ -85,7 +85,7 @@ def train_and_evaluate(
                            "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
-    # As evaluators pass it.
+    # The forward pass of evaluators.
     whole = TokenPass(with_known(run.experiment.model, keep_tokens=1.0, pack=None))
     passes = [each for e in run.experiments for each in e.passes]
     check_kernels([*passes, *[whole] * bool(run.evaluators)], run.mesh)

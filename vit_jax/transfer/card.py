@@ -5,6 +5,7 @@ from typing import Any
 from etils import epath
 
 from vit_jax.transfer.program import GIVES
+from vit_jax.transfer.timm_blocks import eps_of_timm
 
 # Fields of a model that the card states.
 _SIZES = (
@@ -48,7 +49,7 @@ def make_card(receipt: dict[str, Any], output: epath.Path) -> str:
     ]
     if "takes" in receipt:
         lines.append(_say_taken(receipt))
-    eps, timms = model.get("norm_eps"), 1e-5 if model.get("pre_norm") else 1e-6
+    eps, timms = model.get("norm_eps"), eps_of_timm(bool(model.get("pre_norm")))
     if receipt["format"] == "timm" and eps != timms and model["family"] != "EfficientNet":
         lines.append(
             f"- timm takes its own LayerNorm epsilon, and this model has {eps}: for equal logits "
@@ -95,13 +96,13 @@ def _say_taken(receipt: dict[str, Any]) -> str:
     said = f"- Takes token ids, int32 ({number}, {text['length']}); gives {receipt['gives']} "
     said += f"({number}, {text['common_width']}), of length 1; "
     if (tokenizer := text.get("tokenizer")) is None:
-        return f"{said}the ids are the model's tokenizer's, which has no files beside the weights"
+        return f"{said}the source has no tokenizer files; use the model's own tokenizer"
     side = "left" if tokenizer["pads_left"] else "right"
-    cleaned = ", which open_clip cleans by own rules before," * tokenizer["cleaned_by_library"]
+    cleaned = " open_clip first cleans texts by rules of its own." * tokenizer["cleaned_by_library"]
     return (
-        f"{said}texts{cleaned} become ids by the files of a tokenizer beside the program, for "
-        f"transformers in a folder as {', '.join(tokenizer['files'])}; padded on the {side} with "
-        f"the id {tokenizer['pad']}; the receipt has an example"
+        f"{said}padded on the {side} with the id {tokenizer['pad']}; the receipt has an example. "
+        "The tokenizer's files lie beside the program; for transformers, copy them into a folder "
+        f"as {', '.join(tokenizer['files'])}.{cleaned}"
     )
 
 

@@ -35,6 +35,7 @@ from vit_jax.transfer import (
     with_image_size,
 )
 from vit_jax.transfer.card import make_card
+from vit_jax.transfer.huggingface_texts import tokenizer_files
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, preparation
 from vit_jax.transfer.program import GIVES, PLAIN, Choice, need_texts
@@ -87,9 +88,9 @@ def export(
     pretrained = read_pretrained(source)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
-    model = model if FORMATS[format].keeps_shape else for_one_size(model)
-    writer = find_writer(format, model, output, "--format=")
     pretrained = _with_shapes_of(format, pretrained._replace(model=model), chosen)
+    writer = find_writer(format, pretrained.model, output, "--format=")
+    model = pretrained.model
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer, chosen)
@@ -138,14 +139,18 @@ def export(
 def _with_shapes_of(format: str, pretrained: Pretrained, choice: Choice) -> Pretrained:
     """The model for images of one size, and a warning, if the format cannot keep their shapes."""
     size = pretrained.model.image_size or pretrained.spec.image_size
-    keeps_shape = FORMATS[format].keeps_shape or choice.of_texts
-    if pretrained.spec.rule is None or keeps_shape or size is None:
+    if pretrained.spec.rule is None or FORMATS[format].keeps_shape:
         return pretrained
-    logger.warning(
-        "--format=%s: takes images of one size, %d x %d pixels, to which pictures are squashed; "
-        "the results of the run are left out, because they are those of pictures in their own "
-        "shape", format, *size,
-    )  # fmt: skip
+    if size is None:  # a program needs --image_size
+        model, spec = for_one_size(pretrained.model), pretrained.spec._replace(rule=None)
+        return pretrained._replace(model=model, spec=spec)
+    if not choice.of_texts:
+        left_out = "; the results of the run are left out, because they are those of pictures in "
+        left_out = (left_out + "their own shape") * (pretrained.run is not None)
+        logger.warning(
+            "--format=%s: takes images of one size, %d x %d pixels, to which pictures are "
+            "squashed%s", format, *size, left_out,
+        )  # fmt: skip
     return with_image_size(pretrained, size)
 
 
@@ -241,9 +246,10 @@ def _read_text_side(
 
 def _write_tokenizer(staged: epath.Path, side: TextSide) -> list[str]:
     """Write the tokenizer's files beside the program `staged`; return their names."""
-    for file in side.files:
-        write_whole(staged.with_name(f"{staged.name}.{file.name}"), file.read_bytes())
-    return [f"{staged.name}.{file.name}" for file in side.files]
+    files = {f"{staged.name}.{name}": x for name, x in tokenizer_files(side).items()}
+    for name, content in files.items():
+        write_whole(staged.with_name(name), content)
+    return [*files]
 
 
 def _describe_texts(side: TextSide, choice: Choice) -> dict[str, Any]:

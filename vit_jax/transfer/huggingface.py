@@ -9,7 +9,6 @@ pooler of a `ViTModel` becomes the hidden layer of the head; `method="pre_logits
 output. `huggingface_kinds` has the kinds of towers, `huggingface_texts` the text towers of pairs.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -54,6 +53,7 @@ from vit_jax.transfer.huggingface_texts import (
     check_texts,
     take_texts,
     text_rows,
+    tokenizer_files,
     write_text_config,
 )
 from vit_jax.transfer.names import HEADS_BY_WIDTH, read_rows, write_rows
@@ -304,24 +304,10 @@ def write_pair(
     scale = {"logit_scale": np.asarray(side.matcher.bound(side.params["logit_scale"]))}
     arrays |= write_rows(text_rows(side.matcher), {**side.params, **scale}, side.matcher)
     files = _write_folder(path, config, arrays, spec, max_shard_size)
-    for file in side.files:
-        content = file.read_bytes()
-        if file.name == "tokenizer_config.json":
-            content = _with_lengths(content, side.matcher.text.length, PAIRS[name])
-        write_whole(path / file.name, content)
-    return [*files, *(file.name for file in side.files)]
-
-
-def _with_lengths(content: bytes, length: int, kind: str) -> bytes:
-    """tokenizer_config.json by which transformers pads texts as the model does.
-
-    Without these keys it pads to another length, and masks the padding that SigLIP attends to.
-    """
-    stated = json.loads(content)
-    own = {"model_max_length": min(length, stated.get("model_max_length", length))}
-    if kind == "siglip" and "model_input_names" not in stated:
-        own["model_input_names"] = ["input_ids"]
-    return content if own.items() <= stated.items() else json.dumps(stated | own, indent=2).encode()
+    tokenizer = tokenizer_files(side)
+    for file, content in tokenizer.items():
+        write_whole(path / file, content)
+    return [*files, *tokenizer]
 
 
 def _as_folder(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from vit_jax.base.errors import Faults, collect_faults
-from vit_jax.data.tokenizers import TokenizerFiles
+from vit_jax.data.tokenizers import TokenizerFiles, for_transformers
 from vit_jax.models.text import Matcher, TextTower
 from vit_jax.models.zero_shot import TextSide
 from vit_jax.transfer.huggingface_kinds import GELU, HIDDEN_ACT, KINDS, block_rows
@@ -41,6 +41,12 @@ def take_texts(source: Source, name: str) -> partial[TextSide] | None:
     rest.arrays = {n: array for n, array in source.arrays.items() if re.fullmatch(TEXTS, n)}
     source.arrays = {n: array for n, array in source.arrays.items() if n not in rest.arrays}
     return partial(read_texts, rest, name)
+
+
+def tokenizer_files(side: TextSide) -> dict[str, bytes]:
+    """{name: content} of its tokenizer, by which transformers pads as the text tower needs."""
+    files, text = {file.name: file.read_bytes() for file in side.files}, side.matcher.text
+    return for_transformers(files, text.length, masks_padding=text.causal) if files else {}
 
 
 def read_texts(source: Source, name: str, **tokenizer: Any) -> TextSide:

@@ -1,6 +1,6 @@
 """Models as programs images -> outputs, parameters included: what a runtime's file is made of.
 
-Of a model of images and texts, each tower is a program: of texts, it takes token ids.
+A model of images and texts gives two programs, one for each tower. That of texts takes token ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ class Choice(NamedTuple):
     """What the program of an export takes and gives, and the pictures that test it.
 
     takes: "floats", images in the model's value range, or "bytes", uint8 pixels.
-    gives: "logits", "probabilities", or "features", the input of the head; of a model of images and
-      texts also "image_features" or "text_features", of a common width and of length 1. For
+    gives: "logits", "probabilities", or "features", the input of the head. Models of images and
+      texts also give "image_features" or "text_features", normalised and of one width. For
       "text_features" the program takes token ids, and `takes` and `pictures` do not count.
     precision: "float32"; "float16", or "int8" where a runtime can quantise.
     pictures: folder of the pictures on which the exported file is compared with the model; None:
@@ -77,23 +77,23 @@ class Choice(NamedTuple):
         faults = Faults()
         faults.need_known("takes", self.takes, ("floats", "bytes"))
         faults.need_known("gives", self.gives, GIVES)
-        if precisions and self.precision in {*_PRECISIONS} - {*precisions}:
-            faults.append(
-                f"precision={self.precision!r}: {format} holds {' and '.join(precisions)} only; "
-                "leave it out, or export as onnx or litert"
-            )
-        elif precisions:
-            faults.need_known("precision", self.precision, precisions)
         if precisions and self.of_texts:
-            takes = "of images, and gives=text_features takes token ids; leave it out"
-            faults.need(self.takes == Choice().takes, f"takes={self.takes}: is {takes}")
-            faults.need(self.pictures is None, f"pictures={self.pictures}: is {takes}")
+            takes = "is for images, but gives=text_features takes token ids; leave it out"
+            faults.need(self.takes == Choice().takes, f"takes={self.takes}: {takes}")
+            faults.need(self.pictures is None, f"pictures={self.pictures}: {takes}")
         if not precisions:
             faults.need(
                 self == Choice(),
                 f"format={format}: takes, gives, precision, pictures, calibration and max_drop are "
                 "of programs: stablehlo, onnx and litert; leave them out",
             )
+        elif self.precision in {*_PRECISIONS} - {*precisions}:
+            faults.append(
+                f"precision={self.precision!r}: {format} holds {' and '.join(precisions)} only; "
+                "leave it out, or export as onnx or litert"
+            )
+        elif self.precision not in precisions:
+            faults.need_known("precision", self.precision, precisions)
         elif self.precision == "int8" and self.of_texts:
             what = "is tested by top-1 on pictures, and gives=text_features takes token ids"
             faults.append(f"precision=int8: {what}; take float16 or float32")

@@ -4,6 +4,7 @@ huggingface_hub sends the files and reads the token, as base/hub.py says. Large 
 upload has sent are not sent again by the next one.
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import cache_folder
 from vit_jax.config.base import flatten
 from vit_jax.config.stored import StoredConfig, read_stored
+from vit_jax.data import tokenizers
 from vit_jax.transfer import FORMATS
 from vit_jax.transfer.export import export
 from vit_jax.transfer.model_zoo import repository_of
@@ -28,6 +30,7 @@ from vit_jax.transfer.workdir import workdir_of
 # Files of an earlier push that would be read in place of the new ones, or beside them.
 _OLD = ["*.safetensors", "*.safetensors.index.json", "preprocessor_config.json", "recipe.json"]
 _LIBRARIES = {"hf": "transformers", "hf_pair": "transformers", "timm": "timm"}
+_LONG = (*tokenizers.FILES, "model.safetensors.index.json")  # not shown
 _VIT, _OWN_SHAPES = "2010.11929", "2502.14786"  # at arXiv
 _METRICS = {"top1": "accuracy", "accuracy": "accuracy"}  # ours: the Hub's, where it has one
 _SHOWN = (  # keys of the recipe in the card
@@ -62,7 +65,8 @@ def push(
       max_shard_size: as in `export`.
 
     Returns:
-      {"repository", "files": {name: bytes}, "card"}, and {"commit", "address"} of what was sent.
+      {"repository", "files": {name: bytes}, "texts": {name: content}}, and {"commit", "address"} of
+      what was sent. README.md among the texts is the card.
 
     Raises:
       InputError: if the format cannot hold the model, or the Hub refuses.
@@ -87,11 +91,16 @@ def push(
         papers = re.findall(r"arXiv:(\d{4}\.\d+)", sources) or [_VIT]
         papers += [_OWN_SHAPES] * ("max_tokens" in receipt["preprocessing"])
         shown = [file.name for file in figures], papers
-        address = f"hf:{repository}" + (f"@{revision}" if revision else "")
-        text = card.read_text() + _sections(receipt, recipe, shown, address, licence.get("license"))
+        use = _say_use(folder, format, repository, revision)
+        text = card.read_text() + _sections(receipt, recipe, shown, use, licence.get("license"))
         card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text}")
-        sizes = {f.name: f.stat().length for f in sorted(folder.iterdir())}
-        found = {"repository": repository, "files": sizes, "card": card.read_text()}
+        files = sorted(folder.iterdir())
+        texts = [f for f in files if f.suffix in (".json", ".md") and f.name not in _LONG]
+        found = {
+            "repository": repository,
+            "files": {f.name: f.stat().length for f in files},
+            "texts": {f.name: f.read_text() for f in texts},
+        }
         if dry_run:
             return found
         api = HfApi()
@@ -190,7 +199,7 @@ def _metadata(
             metric_value=found["value"],
         )
         for of, metric, found, evaluator in _results(receipt)
-        if found["value"] is not None
+        if found["value"] is not None and metric != "num_examples"
     ]
     return ModelCardData(
         base_model=_begun_from(pretrained),
@@ -215,16 +224,15 @@ def _sections(
     receipt: Mapping[str, Any],
     recipe: StoredConfig | None,
     shown: tuple[list[str], list[str]],
-    address: str,
+    use: list[str],
     license: str | None,
 ) -> str:
     """The sections of the card after the receipt's, in Markdown.
 
-    `shown`: the names of the figures, and the numbers of papers at arXiv. `address`: of the model.
+    `shown`: the names of the figures, and the numbers of papers at arXiv. `use`: from `_say_use`.
     """
     names, (figures, papers) = receipt["class_names"], shown
-    lines = ["", "## Use", "", "```python", "import vit_jax", "",
-             f'model, variables = vit_jax.load_pretrained("{address}")', "```"]  # fmt: skip
+    lines = ["", "## Use", *use]
     if names:
         lines += ["", "## Classes", "", ", ".join(names)]
     if recipe:
@@ -244,6 +252,22 @@ def _sections(
     lines += ["", "## Licence", "", license or "Not stated."]
     lines += ["", "## Citation", "", *(f"- https://arxiv.org/abs/{number}" for number in papers)]
     return "\n".join(lines) + "\n"
+
+
+def _say_use(folder: epath.Path, format: str, repository: str, revision: str | None) -> list[str]:
+    """How vit_jax and the format's library load the model, in Markdown."""
+    address = repository + (f"@{revision}" if revision else "")
+    calls = {"vit_jax": f'model, variables = vit_jax.load_pretrained("hf:{address}")'}
+    library = _LIBRARIES.get(format)
+    stated = json.loads((folder / "config.json").read_text()) if library else {}
+    if library == "timm" and "eps" not in stated.get("model_args", {}):
+        calls["timm"] = f'model = timm.create_model("hf-hub:{address}", pretrained=True)'
+    elif library == "transformers":
+        of = f', revision="{revision}"' if revision else ""
+        [name] = stated["architectures"]
+        calls["transformers"] = f'model = transformers.{name}.from_pretrained("{repository}"{of})'
+    return [line for name, call in calls.items()
+            for line in ("", "```python", f"import {name}", "", call, "```")]  # fmt: skip
 
 
 def _describe(error: Exception, repository: str) -> str:

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import io
 import itertools
+import logging
 import os
 import pathlib
 import time
@@ -47,6 +48,8 @@ _TOLERANCE = 1e-4  # of float32, times the largest output
 _BATCH = 8
 _CALIBRATED = 512  # at most so many pictures give the ranges of int8
 _TIMED = 10
+
+logger = logging.getLogger("vit_jax")
 
 
 def write(path: epath.Path, pretrained: Pretrained, format: str) -> list[str]:
@@ -100,11 +103,13 @@ def export_program(
     if paths := found.get("calibration"):
         paths = paths[:: -(-len(paths) // _CALIBRATED)]
         if same := _in_both(paths, found.get("pictures", [])):
-            raise InputError(
-                f"calibration={choice.calibration}: {len(same)} of {len(paths)} pictures are in "
-                f"pictures={choice.pictures} too, such as {same[0]}; give other pictures, since "
-                "int8 is tested on those it has not seen"
-            )
+            said = f"calibration={choice.calibration}: {len(same)} of {len(paths)} pictures are in "
+            said += f"pictures={choice.pictures} too, such as {same[0]}"
+            if len(same) == len(paths):
+                what = "give other pictures, since int8 is tested on those it has not seen"
+                raise InputError(f"{said}; {what}")
+            logger.warning("%s; they are left out", said)
+            paths = [path for path in paths if path not in same]
         samples = _batches(paths, spec, choice)
         program = program._replace(samples=np.concatenate([*samples]))
     pictures = found.get("pictures") or list(sample_pictures())
@@ -143,7 +148,7 @@ def _write_and_compare(
 
 
 def _in_both(paths: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Those of `paths` whose bytes are those of one of `others`; only equal sizes are read."""
+    """The `paths` with a byte-equal file in `others`; reads only files of equal sizes."""
     try:
         sizes = {os.path.getsize(path) for path in paths}
         others = [path for path in others if os.path.getsize(path) in sizes]

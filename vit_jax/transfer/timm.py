@@ -17,6 +17,7 @@ from etils import epath
 
 from vit_jax.base.errors import Faults
 from vit_jax.base.lazy import Lazy
+from vit_jax.data.device_ops import to_value_range
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
@@ -36,7 +37,7 @@ from vit_jax.transfer.names import (
 )
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import Source, int_or_pair
-from vit_jax.transfer.timm_blocks import Form, Kind
+from vit_jax.transfer.timm_blocks import Form, Kind, eps_of_timm
 from vit_jax.transfer.timm_config import Config
 
 _GELU = {"gelu": "exact", "gelu_tanh": "tanh", "quick_gelu": "quick", "silu": "silu"}
@@ -324,7 +325,7 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         config["norm_eps"] = args.pop("eps")
         logger.warning(
             "--format=timm: timm computes norms with its own epsilon, %g, and this model with %g: "
-            "on noise, features differ by %.2g of the largest", _eps_of_timm(model),
+            "features differ by up to %.2g of the largest", eps_of_timm(model.pre_norm),
             model.norm_eps, difference,
         )  # fmt: skip
     spec = pretrained.spec.at(model.image_size).of(model.channels)
@@ -368,27 +369,25 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
         args["pos_embed"] = "none"
     args |= {"in_chans": model.channels} if model.channels != 3 else {}
     args |= {"pre_norm": True} if model.pre_norm else {}
-    if model.norm_eps != _eps_of_timm(model):
-        # Not an argument of timm: timm refuses it, which is better than to compute otherwise.
+    if model.norm_eps != eps_of_timm(model.pre_norm):
+        # Not an argument of timm: timm refuses it, which is better than computing something else.
         args["eps"] = model.norm_eps
     return args
 
 
-def _eps_of_timm(model: nn.Module) -> float:
-    """The epsilon of the norms in the architecture that timm gets."""
-    return (timm_blocks.CLIP_TOWER if model.pre_norm else Kind()).eps
-
-
 def _difference_by_eps(pretrained: Pretrained) -> float:
-    """How much the outputs change with timm's epsilon on noise, as a share of the largest."""
+    """How much the outputs change with timm's epsilon, as a share of the largest.
+
+    For noise, black and white: the norms of a plain image have the smallest variance.
+    """
     model = pretrained.model.clone(dtype=jnp.dtype("float32"))  # bfloat16 would hide it
     variables = jax.device_put(pretrained.variables)
-    images = jax.random.uniform(
-        jax.random.key(0), (2, *model.image_size, model.channels), minval=-1.0
-    )
+    noise = jax.random.uniform(jax.random.key(0), (*model.image_size, model.channels), maxval=255)
+    pixels = jnp.stack([noise, 0 * noise, 255 + 0 * noise])
+    images = to_value_range(pixels, pretrained.spec.mean, pretrained.spec.std)
     own, theirs = (
         jax.jit(partial(each.apply, method="features"))(variables, images)
-        for each in (model, model.clone(norm_eps=_eps_of_timm(model)))
+        for each in (model, model.clone(norm_eps=eps_of_timm(model.pre_norm)))
     )
     return float(jnp.abs(own - theirs).max() / jnp.abs(own).max())
 

@@ -72,6 +72,11 @@ EVA02 = Kind(act="silu", pixels=CLIP, fields=ROTARY_2D | {"rotary_side": 16})
 VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=ROTARY_2D | {"rotary_registers": 100.0})
 
 
+def eps_of_timm(pre_norm: bool) -> float:
+    """The epsilon of the norms in the architecture that timm gets."""
+    return (CLIP_TOWER if pre_norm else Kind()).eps
+
+
 def find_kind(source: Source, architecture: str) -> Kind:
     """The kind of the model with the arrays of `source`, by them and by timm's name for it."""
     has = source.arrays.keys().__contains__

@@ -24,6 +24,7 @@ logger = logging.getLogger("vit_jax")
 _said: set[str] = set()
 
 BESIDE = "beside the folders of the classes"  # a kind of skipped images
+INDEX = ".index.npz"  # ends the name of an index that a search keeps beside its folder
 _FILES = f"images are files ending in {', '.join(EXTENSIONS)}"
 _MOVE = (
     "put each into the folder of its class; images without classes are for --config=mae:folder "
@@ -152,6 +153,8 @@ class Walk:
         path, extension = os.path.join(parent, name), os.path.splitext(name)[1].lower()
         if name.startswith("."):
             kind = "hidden"
+        elif name.endswith(INDEX):
+            return None
         elif extension not in EXTENSIONS:
             kind = shown(extension) or "without extension"
         elif file := look_up(path):

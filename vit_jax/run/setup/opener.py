@@ -23,6 +23,7 @@ from vit_jax.data.contract import fingerprint
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.data.tokenizers import are_equal
 from vit_jax.devices.mesh import AXES, check_accum_steps, check_batch_size, make_mesh
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
@@ -325,7 +326,7 @@ def _is_taken(
     if side is None or of is None:
         return False
     files, source = _files_of(side), of.source
-    if is_taken := bool(files) and files == tokenizer:
+    if is_taken := bool(files) and are_equal(files, tokenizer):
         logger.info("%s: its %s is taken", source, part)
         return is_taken
     why = "the run has another tokenizer" if files else (
