@@ -49,7 +49,7 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
       output: the PNG's path; an existing file is overwritten.
 
     Raises:
-      InputError: as in training, if ops do not suit the images.
+      InputError: `data.ops` do not suit the images, or have none, as where only views have ops.
     """
     original, *changed = make_columns(d, seed, source)
     sheet = draw_bands(
