@@ -94,7 +94,7 @@ def export(
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer, chosen)
-    if side is not None:
+    if side is not None:  # read once
         pretrained = pretrained._replace(read_text_side=lambda: side)
     check_folder(output.parent, "--output")
     check_names(output, "--output")

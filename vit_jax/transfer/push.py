@@ -103,28 +103,36 @@ def push(
         }
         if dry_run:
             return found
-        api = HfApi()
-        try:
-            ModelCard(card.read_text()).validate()  # asks the Hub
-            api.create_repo(repository, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repository, branch=revision, exist_ok=True)
-            sent = api.upload_folder(
-                repo_id=repository,
-                folder_path=str(folder),
-                commit_message=f"{receipt['model']['family']} from vit_jax",
-                revision=revision,
-                create_pr=pull_request or None,
-                delete_patterns=_OLD,
-            )
-        except hub.ERRORS as e:
-            raise InputError(f"{repository}: {_describe(e, repository)}") from None
-        except ValueError as e:  # of the card
-            raise InputError(
-                f"{repository}: the Hub refuses the card's metadata ({e}); --license needs one of "
-                "its identifiers, such as apache-2.0"
-            ) from None
-    return found | {"commit": sent.oid, "address": sent.pr_url or sent.commit_url}
+        message = f"{receipt['model']['family']} from vit_jax"
+        return found | _send(folder, repository, message, revision, pull_request)
+
+
+def _send(
+    folder: epath.Path, repository: str, message: str, revision: str | None, pull_request: bool
+) -> dict[str, str]:
+    """Send the files of `folder`; {"commit", "address"} of what was sent."""
+    api = HfApi()
+    try:
+        ModelCard((folder / "README.md").read_text()).validate()  # asks the Hub
+        api.create_repo(repository, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        sent = api.upload_folder(
+            repo_id=repository,
+            folder_path=str(folder),
+            commit_message=message,
+            revision=revision,
+            create_pr=pull_request or None,
+            delete_patterns=_OLD,
+        )
+    except hub.ERRORS as e:
+        raise InputError(f"{repository}: {_describe(e, repository)}") from None
+    except ValueError as e:  # of the card
+        raise InputError(
+            f"{repository}: the Hub refuses the card's metadata ({e}); --license needs one of "
+            "its identifiers, such as apache-2.0"
+        ) from None
+    return {"commit": sent.oid, "address": sent.pr_url or sent.commit_url}
 
 
 def _check(repository: str, format: str, revision: str | None, pull_request: bool) -> None:
