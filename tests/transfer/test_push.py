@@ -137,7 +137,11 @@ def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(golden / "run_0_2_0", run)
     config = run / "config.json"
-    config.write_text(config.read_text().replace("pad_crop(1)", "pad_crop(1)|flip"))
+    config.write_text(
+        config.read_text()
+        .replace("pad_crop(1)", "pad_crop(1)|flip")
+        .replace('"split": "test"', '"split": "test?"')
+    )
     (run / "figures").mkdir()
     (run / "figures/norms.png").write_bytes(b"a picture")
     assert main(["push", str(run), "me/mine"]) == 0

@@ -199,14 +199,14 @@ def _metadata(
     results = [
         EvalResult(
             task_type=task,
-            dataset_type=evaluator.get("data_name") or name,
-            dataset_name=evaluator.get("data_name") or name,
-            dataset_split=evaluator.get("split"),
+            dataset_type=data or name,
+            dataset_name=data or name,
+            dataset_split=split,
             metric_type=_METRICS.get(metric, metric),
             metric_name=f"{of}/{metric}",
             metric_value=found["value"],
         )
-        for of, metric, found, evaluator in _results(receipt)
+        for of, metric, found, data, split in _results(receipt)
         if found["value"] is not None and metric != "num_examples"
     ]
     return ModelCardData(
@@ -221,11 +221,15 @@ def _metadata(
     )
 
 
-def _results(receipt: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """(evaluator, metric, result, the evaluator's config) of each result of a run."""
-    evals = (receipt.get("config") or {}).get("evals", {})
-    named = ((*name.partition("/"), r) for name, r in receipt.get("results", {}).items())
-    return [(of, metric, result, evals.get(of, {})) for of, _, metric, result in named]
+def _results(receipt: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any], str | None, str]]:
+    """(evaluator, metric, result, the evaluator's own data, split) of each result of a run."""
+    evals, found = (receipt.get("config") or {}).get("evals", {}), []
+    for name, result in receipt.get("results", {}).items():
+        of, _, metric = name.partition("/")
+        own = evals.get(of, {})
+        split = str(own.get("split")).removesuffix("?")  # which marks an optional one
+        found.append((of, metric, result, own.get("data_name"), split))
+    return found
 
 
 def _sections(
@@ -252,7 +256,7 @@ def _sections(
                 cells = (f"`{found.get(key)}`".replace("|", r"\|") for found in (asked, resolved))
                 lines.append(f"| {key} | {' | '.join(cells)} |")
     if results := _results(receipt):
-        on = ", ".join(sorted({f"{of}: {e.get('split')}" for of, _, _, e in results}))
+        on = ", ".join(sorted({f"{of}: {split}" for of, *_, split in results}))
         lines += ["", f"The results above were measured in training ({on}); `python -m vit_jax.main"
                   f" evaluate --workdir={receipt['source']}` measures them again."]  # fmt: skip
     for name in figures:
