@@ -151,8 +151,7 @@ def test_features_of_files(golden, images, tmp_path, capsys, tokens):
     said = json.loads(out)
     assert "error: no.png: no such file or folder" in err
     assert "broken.png: not a readable image (it holds no image" in err and "; left out" in err
-    why = "images that cannot be read: 1; see `valid` in the file; paths that give no image: 2, "
-    why += "such as no.png: no such file"
+    why = "unreadable images: 1 (see `valid` in the file); paths without images: 2, such as no.png"
     assert err.splitlines()[-1].startswith(f"error: {why}")
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]

@@ -35,7 +35,7 @@ from vit_jax.models import create_model
 from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import init_variables, read_pretrained, with_image_size
-from vit_jax.transfer.pretrained import Cut, ops_for, ops_of_cut
+from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut
 from vit_jax.transfer.workdir import _cut
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -471,3 +471,10 @@ def test_timm_opens_a_model_of_another_epsilon_if_that_matters_little(matters, d
     stated = json.loads((tmp_path / "out/config.json").read_text())
     assert ("eps" in stated["model_args"], "norm_eps" in stated) == (bool(matters), not matters)
     assert read_pretrained(tmp_path / "out").model.norm_eps == 1e-12
+
+
+def test_the_epsilon_is_compared_in_a_model_of_four_channels(tmp_path):
+    model, variables = random_model(gelu="exact", norm_eps=1e-12, channels=4)
+    spec = Spec(model.image_size, "antialiased", mean=(0.485, 0.456, 0.406))
+    vit_jax.save_pretrained(tmp_path / "out", model, variables, "timm", spec)
+    assert json.loads((tmp_path / "out/config.json").read_text())["norm_eps"] == 1e-12

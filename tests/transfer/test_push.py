@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, constants
 from vit_jax.base.errors import InputError
 from vit_jax.main import main
 from vit_jax.transfer import load_pretrained
+from vit_jax.transfer.push import _results
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -48,9 +49,8 @@ def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, format):
     assert ("but timm reads one file only" in printed.err) == (format == "timm")
     told = ("README.md", "config.json", "receipt.json")
     assert all(f"== {name}\n{files[name].decode()}" in out for name in told)
-    use = {"timm": 'timm.create_model("hf-hub:me/mine", pretrained=True)',
-           "hf": 'transformers.ViTForImageClassification.from_pretrained("me/mine")'}  # fmt: skip
-    assert use[format] in out
+    use = 'transformers.ViTForImageClassification.from_pretrained("me/mine")'
+    assert (use in out) == (format == "hf") and "timm.create_model" not in out  # reads no shards
     card = ModelCard(files["README.md"].decode()).data
     assert (card.license, card.pipeline_tag) == ("mit", "image-classification")
     assert "hf_writes" not in out + caplog.text + str(files)
@@ -156,6 +156,8 @@ def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     assert r"| `pad_crop(1)\|flip` |" in text
     assert re.findall(r"arxiv.org/abs/(\S+)", text) == ["2010.11929"]
     assert "evaluate --workdir=" in text
+    of_knn = {"config": {"evals": {"near": {"test_split": "val?"}}}, "results": {"near/top1": {}}}
+    assert _results(of_knn) == [("near", "top1", {}, None, "val")]
     results = ModelCard(text).data.eval_results
     assert "test/num_examples" in text and "test/num_examples" not in {
         result.metric_name for result in results

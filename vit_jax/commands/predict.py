@@ -259,10 +259,10 @@ def _write(
     why = []
     if written["unreadable"]:
         where = "`error` in the table" if name else "`valid` in the file"
-        why.append(f"images that cannot be read: {written['unreadable']}; see {where}")
+        why.append(f"unreadable images: {written['unreadable']} (see {where})")
     if given.faults:
         first = next(f"{path}: {fault}" for path, fault in given.faults.items())
-        why.append(f"paths that give no image: {len(given.faults)}, such as {first}")
+        why.append(f"paths without images: {len(given.faults)}, such as {first}")
     if not why:
         return exit_codes.DONE
     # On every process: a launcher shows the last lines of the one that ends first.

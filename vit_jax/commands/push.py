@@ -9,7 +9,8 @@ HF_TOKEN, or run `hf auth login`, for a token that may write. After a failed upl
 command again: what was sent is not sent again.
 
 Prints the names and sizes of the files, and the address, as JSON. With --dry_run it sends nothing,
-and prints the texts too: the model card README.md, the recipe, the receipt and the library's files.
+and prints texts too: the model card README.md, the recipe, the receipt and the library's settings,
+but no long files such as a tokenizer.
 """
 
 import argparse

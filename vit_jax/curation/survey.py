@@ -31,9 +31,10 @@ _CLUSTERS = 12
 
 
 def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
-    """Sections about the first of `sources`, the training data, and its pictures in the others.
+    """Sections about the first of `sources`, the training data.
 
-    `keeps_shape`: whether training keeps the pictures in their own shape.
+    Unreadable pictures and duplicates are those of all. `keeps_shape`: whether training keeps the
+    pictures in their own shape.
     """
     looks = {name: look_at(source, 0, source.num_examples) for name, source in sources.items()}
     name, source = next(iter(sources.items()))

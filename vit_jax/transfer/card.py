@@ -50,7 +50,8 @@ def make_card(receipt: dict[str, Any], output: epath.Path) -> str:
     if "takes" in receipt:
         lines.append(_say_taken(receipt))
     eps, timms = model.get("norm_eps"), eps_of_timm(bool(model.get("pre_norm")))
-    if receipt["format"] == "timm" and eps != timms and model["family"] != "EfficientNet":
+    has_own = model.get("rotary") or model["family"] == "EfficientNet"
+    if receipt["format"] == "timm" and eps != timms and not has_own:
         lines.append(
             f"- timm takes its own LayerNorm epsilon, and this model has {eps}: for equal logits "
             f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`, without `eps` in model_args"

@@ -141,16 +141,14 @@ def _with_shapes_of(format: str, pretrained: Pretrained, choice: Choice) -> Pret
     size = pretrained.model.image_size or pretrained.spec.image_size
     if pretrained.spec.rule is None or FORMATS[format].keeps_shape:
         return pretrained
-    if size is None:  # a program needs --image_size
+    if size is None or choice.of_texts:  # with images, a program of no size is refused later
         model, spec = for_one_size(pretrained.model), pretrained.spec._replace(rule=None)
         return pretrained._replace(model=model, spec=spec)
-    if not choice.of_texts:
-        left_out = "; the results of the run are left out, because they are those of pictures in "
-        left_out = (left_out + "their own shape") * (pretrained.run is not None)
-        logger.warning(
-            "--format=%s: takes images of one size, %d x %d pixels, to which pictures are "
-            "squashed%s", format, *size, left_out,
-        )  # fmt: skip
+    why = "; the results of the run are left out: they are for pictures in their own shape"
+    logger.warning(
+        "--format=%s: takes images of one size, %d x %d pixels, to which pictures are squashed%s",
+        format, *size, why if pretrained.run else "",
+    )  # fmt: skip
     return with_image_size(pretrained, size)
 
 
@@ -266,7 +264,7 @@ def _describe_texts(side: TextSide, choice: Choice) -> dict[str, Any]:
         "cleaned_by_library": not side.by_files,
         "ids": {_EXAMPLE: tokenizer([_EXAMPLE])[0].tolist()},
     }
-    return found | {"tokenizer": facts | {"files": [file.name for file in side.files]}}
+    return found | {"tokenizer": facts | {"files": [*tokenizer_files(side)]}}
 
 
 def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:

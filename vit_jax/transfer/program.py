@@ -1,6 +1,6 @@
 """Models as programs images -> outputs, parameters included: what a runtime's file is made of.
 
-A model of images and texts gives two programs, one for each tower. That of texts takes token ids.
+A model of images and texts gives two programs, one a tower. The text program takes token ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,8 @@ class Choice(NamedTuple):
     pictures: folder of the pictures on which the exported file is compared with the model; None:
       parts of the two photographs of scikit-learn. int8 needs one folder in it per class.
     calibration: folder of other pictures, from which int8 takes the ranges of values; if there
-      are more than 512, at most 512 of them, evenly spaced.
+      are more than 512, at most 512 of them, evenly spaced. Those that are in `pictures` too are
+      left out.
     max_drop: the largest loss of top-1 by int8, as a fraction (0.01: one point).
     """
 

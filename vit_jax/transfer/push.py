@@ -221,13 +221,16 @@ def _metadata(
     )
 
 
-def _results(receipt: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any], str | None, str]]:
+def _results(
+    receipt: Mapping[str, Any],
+) -> list[tuple[str, str, dict[str, Any], str | None, str | None]]:
     """(evaluator, metric, result, the evaluator's own data, split) of each result of a run."""
     evals, found = (receipt.get("config") or {}).get("evals", {}), []
     for name, result in receipt.get("results", {}).items():
         of, _, metric = name.partition("/")
         own = evals.get(of, {})
-        split = str(own.get("split")).removesuffix("?")  # which marks an optional one
+        split = own.get("split") or own.get("test_split")
+        split = split and split.removesuffix("?")  # marks an optional split
         found.append((of, metric, result, own.get("data_name"), split))
     return found
 
@@ -270,9 +273,9 @@ def _say_use(folder: epath.Path, format: str, repository: str, revision: str | N
     """How vit_jax and the format's library load the model, in Markdown."""
     address = repository + (f"@{revision}" if revision else "")
     calls = {"vit_jax": f'model, variables = vit_jax.load_pretrained("hf:{address}")'}
-    library = _LIBRARIES.get(format)
+    library, index = _LIBRARIES.get(format), folder / "model.safetensors.index.json"
     stated = json.loads((folder / "config.json").read_text()) if library else {}
-    if library == "timm" and "eps" not in stated.get("model_args", {}):
+    if library == "timm" and not index.exists() and "eps" not in stated.get("model_args", {}):
         calls["timm"] = f'model = timm.create_model("hf-hub:{address}", pretrained=True)'
     elif library == "transformers":
         of = f', revision="{revision}"' if revision else ""

@@ -35,7 +35,7 @@ from vit_jax.transfer.names import (
     rows_of,
     write_rows,
 )
-from vit_jax.transfer.pretrained import Pretrained
+from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.source import Source, int_or_pair
 from vit_jax.transfer.timm_blocks import Form, Kind, eps_of_timm
 from vit_jax.transfer.timm_config import Config
@@ -321,14 +321,14 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         "model_args": args,
         **({"max_tokens": model.max_tokens} if flexible else {}),
     }
-    if "eps" in args and (difference := _difference_by_eps(pretrained)) <= _SMALL:
+    spec = pretrained.spec.at(model.image_size).of(model.channels)
+    if "eps" in args and (difference := _difference_by_eps(pretrained, spec)) <= _SMALL:
         config["norm_eps"] = args.pop("eps")
         logger.warning(
             "--format=timm: timm computes norms with its own epsilon, %g, and this model with %g: "
             "features differ by up to %.2g of the largest", eps_of_timm(model.pre_norm),
             model.norm_eps, difference,
         )  # fmt: skip
-    spec = pretrained.spec.at(model.image_size).of(model.channels)
     spec = spec._replace(cut=None) if flexible else spec
     return timm_config.write(path, config, arrays, spec, max_shard_size)
 
@@ -375,7 +375,7 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
     return args
 
 
-def _difference_by_eps(pretrained: Pretrained) -> float:
+def _difference_by_eps(pretrained: Pretrained, spec: Spec) -> float:
     """How much the outputs change with timm's epsilon, as a share of the largest.
 
     For noise, black and white: the norms of a plain image have the smallest variance.
@@ -384,7 +384,7 @@ def _difference_by_eps(pretrained: Pretrained) -> float:
     variables = jax.device_put(pretrained.variables)
     noise = jax.random.uniform(jax.random.key(0), (*model.image_size, model.channels), maxval=255)
     pixels = jnp.stack([noise, 0 * noise, 255 + 0 * noise])
-    images = to_value_range(pixels, pretrained.spec.mean, pretrained.spec.std)
+    images = to_value_range(pixels, spec.mean, spec.std)
     own, theirs = (
         jax.jit(partial(each.apply, method="features"))(variables, images)
         for each in (model, model.clone(norm_eps=eps_of_timm(model.pre_norm)))

@@ -73,7 +73,7 @@ VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=ROTARY_2D | {"rotary_re
 
 
 def eps_of_timm(pre_norm: bool) -> float:
-    """The epsilon of the norms in the architecture that timm gets."""
+    """The epsilon of the norms in timm's ViT, without rotary positions."""
     return (CLIP_TOWER if pre_norm else Kind()).eps
 
 

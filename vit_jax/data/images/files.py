@@ -149,7 +149,10 @@ class Walk:
         return found
 
     def look_at(self, parent: str | os.PathLike, name: str) -> File | None:
-        """The image `name` in `parent`; None if the file is no image, which is noted."""
+        """The image `name` in `parent`; None if it is no image.
+
+        Such a file is noted, unless it is the index of a search.
+        """
         path, extension = os.path.join(parent, name), os.path.splitext(name)[1].lower()
         if name.startswith("."):
             kind = "hidden"

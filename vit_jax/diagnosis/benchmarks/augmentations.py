@@ -49,7 +49,7 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
       output: the PNG's path; an existing file is overwritten.
 
     Raises:
-      InputError: `data.ops` do not suit the images, or have none, as where only views have ops.
+      InputError: `data.ops` do not suit the images, or are empty because only views have ops.
     """
     original, *changed = make_columns(d, seed, source)
     sheet = draw_bands(
