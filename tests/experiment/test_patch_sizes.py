@@ -130,7 +130,7 @@ def test_eight_devices_compute_as_one(tmp_path):
     ("words", "key"),
     [
         ({"model.patch_sizes": "4@0.5, 1@0.5"}, "model.patch_sizes"),
-        ({"model.patch_sizes": "2@0.5, 3@0.5"}, "data.image_size"),
+        ({"model.patch_sizes": "2@0.5, 3@0.5"}, "model.patch_sizes"),
         ({**OTHER, "model.name": "T2T-ViT-7", "data.image_size": "32"}, "model.patch_sizes"),
         ({"objective.name": "mae"}, "objective.name"),
         ({"model.patch_sizes": "2@0.5, 4@0.6"}, "model.patch_sizes"),
