@@ -32,7 +32,7 @@ GIVES = {
     "text_features": "feature",
 }
 
-_PRECISIONS = ("float32", "float16", "int8")  # a runtime's own are some of these
+_PRECISIONS = ("float32", "float16", "int8")  # each runtime has some of these
 
 
 class Choice(NamedTuple):
