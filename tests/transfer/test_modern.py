@@ -182,6 +182,12 @@ def test_models_without_registers_keep_their_kind(golden, tmp_path):
         assert model == own.clone(registers=0, rotary_registers=None)
 
 
+def test_frequencies_of_absent_registers_are_refused(golden, tmp_path):
+    source = changed(golden, tmp_path, "vit5", lambda arrays: arrays.pop("reg_token"))
+    with pytest.raises(InputError, match=r"blocks\.0\.attn\.rope_reg\.freqs \(.*\): unknown"):
+        read_pretrained(source)
+
+
 def test_empty_registers_are_none(golden, tmp_path):
     """As transformers stores those of a Dinov2WithRegisters without any."""
     shutil.copytree(golden / "hf_dinov2_with_registers", tmp_path / "made")

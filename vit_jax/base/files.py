@@ -206,7 +206,7 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
 
 
 def open_for_append(
-    path: epath.Path, parts: Iterable[bytes] | None = None
+    path: epath.Path, parts: Iterable[bytes | memoryview] | None = None
 ) -> "LocalFile | StoredObject":
     """Replace `path` atomically by a file that holds all `parts`, and open it for appending.
 
@@ -227,7 +227,7 @@ def is_object(path: epath.Path) -> bool:
 class LocalFile:
     """A file on a local or shared disk; other readers see each write at once."""
 
-    def __init__(self, path: epath.Path, parts: Iterable[bytes] | None):
+    def __init__(self, path: epath.Path, parts: Iterable[bytes | memoryview] | None):
         if parts is not None:
             with replaced(path) as file:
                 file.writelines(parts)
@@ -253,7 +253,7 @@ class LocalFile:
 class StoredObject:
     """An object in a store without append and rename; each flush uploads it whole."""
 
-    def __init__(self, path: epath.Path, parts: Iterable[bytes] | None):
+    def __init__(self, path: epath.Path, parts: Iterable[bytes | memoryview] | None):
         self._path, self._content = path, bytearray()
         if parts is None:
             parts = [path.read_bytes()] if path.exists() else []

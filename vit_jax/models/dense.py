@@ -6,11 +6,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.models.block_ops import AddBias, Multiply, add_bias_plainly
 
 
-def adapter_update(lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
+def adapter_update(lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
     """The matrix A B (D, F) that the adapter of a `LoraProduct` adds to its kernel."""
     return lora_a @ lora_b
 

@@ -46,12 +46,20 @@ from vit_jax.transfer.source import Source, is_distributed
 logger = logging.getLogger("vit_jax")
 
 
+Read = Callable[[Source], Pretrained]
+Write = Callable[..., list[str]]
+
+
+def _holds_all(model: nn.Module) -> list[str]:
+    return []
+
+
 class Format(NamedTuple):
     """A format of weights; what is None, it cannot do.
 
     recognises: whether a source has this format.
     read: source -> its model and weights.
-    check: model -> the reasons why the format cannot hold it.
+    check: model -> the reasons why the format cannot hold it; by default it holds every model.
     write: (path, pretrained) -> the names of the written files; of a format that writes folders,
       with the `max_shard_size` of `write_tensors`.
     suffixes: ends of the names that are written; "" is a folder. None: any name.
@@ -65,9 +73,9 @@ class Format(NamedTuple):
     """
 
     recognises: Callable[[Source], bool] | None = None
-    read: Callable[[Source], Pretrained] | None = None
-    check: Callable[[nn.Module], list[str]] | None = None
-    write: Callable[..., list[str]] | None = None
+    read: Read | None = None
+    check: Callable[[nn.Module], list[str]] = _holds_all
+    write: Write | None = None
     suffixes: tuple[str, ...] | None = None
     library_ops: Callable[[Spec], str] | None = None
     precisions: Sequence[str] = ()
@@ -75,16 +83,19 @@ class Format(NamedTuple):
     keeps_shape: bool = False
 
 
-def _of(file: Any) -> tuple[Callable[..., Any], ...]:
-    """The functions of a format's file."""
-    return file.recognises, file.read, file.check, file.write
+def _of(
+    file: Any, **fixed: Any
+) -> tuple[Callable[[Source], bool], Read, Callable[[nn.Module], list[str]], Write]:
+    """The functions of a format's file, with the arguments `fixed`."""
+    recognises, read = partial(file.recognises, **fixed), partial(file.read, **fixed)
+    return recognises, read, partial(file.check, **fixed), partial(file.write, **fixed)
 
 
 # A source is read by the first format that recognises it.
 FORMATS = {
     "workdir": Format(workdir.recognises, workdir.read),
-    "npz": Format(*(partial(f, variant=npz.FIRST) for f in _of(npz)), (".npz",)),
-    "npz_v2": Format(*(partial(f, variant=npz.LATER) for f in _of(npz)), (".npz",)),
+    "npz": Format(*_of(npz, variant=npz.FIRST), (".npz",)),
+    "npz_v2": Format(*_of(npz, variant=npz.LATER), (".npz",)),
     "hf": Format(*_of(huggingface), ("",), huggingface_images.library_ops, keeps_shape=True),
     "hf_pair": Format(
         check=huggingface.check_pair,
@@ -98,7 +109,6 @@ FORMATS = {
     "t2t": Format(*_of(t2t), ("", ".safetensors")),
     **{
         name: Format(
-            check=lambda model: [],  # a program holds every model
             write=partial(runtimes.write, format=name),
             suffixes=(f".{name}",),
             precisions=runtime.PRECISIONS,
@@ -108,10 +118,11 @@ FORMATS = {
 }
 
 
-def _recognise(source: Source) -> Format:
+def _find_reader(source: Source) -> Read:
+    """The `read` of the format of `source`."""
     for format in FORMATS.values():
-        if format.recognises is not None and format.recognises(source):
-            return format
+        if format.read and format.recognises is not None and format.recognises(source):
+            return format.read
     if is_distributed(source.path):
         raise InputError(
             f"init_from={str(source.path)!r}: a distributed checkpoint of PyTorch (.distcp files), "
@@ -156,12 +167,12 @@ def read_pretrained(
     path = locate(source := hide(os.fspath(source)))
     opened = Source(path, averaged, best, lazy)
     try:
-        format = _recognise(opened)
-        if averaged is not None and format is not FORMATS["workdir"]:
+        read = _find_reader(opened)
+        if averaged is not None and read is not workdir.read:
             raise InputError(workdir.NO_CHOICE.format(path))
-        if best and format is not FORMATS["workdir"]:
+        if best and read is not workdir.read:
             raise InputError(f"init_from={str(path)!r}: only runs keep a best step; leave it out")
-        pretrained = format.read(opened)
+        pretrained = read(opened)
     except InputError as e:
         forget(path)
         if family := families.name_family(opened):
@@ -227,7 +238,7 @@ def save_pretrained(
       InputError: naming what the format cannot hold and the remedy; nothing is written.
     """
     path = absolute(path)
-    writer = find_writer(format, model, path, "format=")
+    _, write = find_writer(format, model, path, "format=")
     needed = {"params", *(name.partition("/")[0] for name in abstract_model_state(model))}
     if missing := sorted(needed - variables.keys()):
         raise InputError(f"variables: lack {', '.join(missing)}; give all that model.init returned")
@@ -238,29 +249,30 @@ def save_pretrained(
     plain, merged = fit.merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
     plain, merged, state = fit.merge_head_norm(plain, merged, tree.flatten_names(collections))
-    return writer.write(path, Pretrained(str(path), plain, merged, spec, model_state=state))
+    return write(path, Pretrained(str(path), plain, merged, spec, model_state=state))
 
 
-def named_writer(format: str, key: str) -> Format:
-    """The format that `key` names.
+def named_writer(format: str, key: str) -> tuple[Format, Write]:
+    """The format that `key` names, and its `write`.
 
     Raises:
       InputError: if it is none that is written.
     """
-    writers = {name: format for name, format in FORMATS.items() if format.write is not None}
-    if format not in writers:
-        raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
-    return writers[format]
+    found = FORMATS.get(format)
+    if found is None or found.write is None:
+        names = [name for name, other in FORMATS.items() if other.write is not None]
+        raise InputError(f"{key}{format}: {nearest(format, names)}")
+    return found, found.write
 
 
-def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Format:
-    """The format that `key` names, if it can hold `model` and write it to `path`.
+def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> tuple[Format, Write]:
+    """As `named_writer`, if the format can hold `model` and be written to `path`.
 
     Raises:
       InputError: naming what it cannot hold, and the formats that can.
     """
-    writer = named_writer(format, key)
-    of_towers = {name: f for name, f in FORMATS.items() if f.check is not None and not f.of_pairs}
+    writer, write = named_writer(format, key)
+    of_towers = {name: f for name, f in FORMATS.items() if f.write is not None and not f.of_pairs}
     # Of programs, the error names the one that needs no other package.
     named = {name: f for name, f in of_towers.items() if name == "stablehlo" or not f.precisions}
     others = [name for name, f in named.items() if not f.check(model)]
@@ -272,7 +284,7 @@ def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Fo
         kinds = " or ".join(f"a {suffix} file" if suffix else "a folder" for suffix in suffixes)
         instead = "".join(f", or {key}{name}" for name in owners)
         raise InputError(f"--output={path}: {key}{format} writes {kinds}; name one{instead}")
-    return writer
+    return writer, write
 
 
 def load_pretrained(
@@ -322,10 +334,9 @@ def load_pretrained(
     model = pretrained.model.clone(**check_fields(family, changes, str(source)))
     new_head = num_classes is not None
     named, state = fit.fit(pretrained, model, reset_head=new_head, resize=resize)
-    if new_head:
-        shapes = abstract_params(model).items()
-        named |= {name: jnp.zeros(x.shape) for name, x in shapes if fit.is_of_head(name)}
-    params = _as_scanned(named, model, pretrained.source)
+    shapes = abstract_params(model).items() if new_head else ()
+    head = {name: jnp.zeros(x.shape) for name, x in shapes if fit.is_of_head(name)}
+    params = _as_scanned({**named, **head}, model, pretrained.source)
     return model, {"params": params, **tree.unflatten_names(state)}
 
 

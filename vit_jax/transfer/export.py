@@ -89,7 +89,7 @@ def export(
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = _with_shapes_of(format, pretrained._replace(model=model), chosen)
-    writer = find_writer(format, pretrained.model, output, "--format=")
+    writer, write = find_writer(format, pretrained.model, output, "--format=")
     model = pretrained.model
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
@@ -104,10 +104,11 @@ def export(
         try:
             if writer.precisions:
                 files, back = export_program(staged, pretrained, format, chosen)
-                files += _write_tokenizer(staged, side) if chosen.of_texts else []
+                if side is not None and chosen.of_texts:
+                    files += _write_tokenizer(staged, side)
             else:
                 how = {"max_shard_size": max_shard_size} if max_shard_size else {}
-                files = writer.write(staged, pretrained, **how)
+                files = write(staged, pretrained, **how)
                 back = _read_back(staged, pretrained, side, writer)
         except RuntimeError as e:
             if type(e) is not RuntimeError:  # not the comparison's
@@ -119,9 +120,9 @@ def export(
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
         takes = "ids" if chosen.of_texts else chosen.takes
-        facts = {"takes": takes, "gives": chosen.gives} if writer.precisions else {}
-        facts |= {"read_back": back, "software": software()}
-        receipt = _describe_export(pretrained, side, format, own_dtype, chosen) | facts
+        receipt = _describe_export(pretrained, side, format, own_dtype, chosen)
+        receipt |= {"takes": takes, "gives": chosen.gives} if writer.precisions else {}
+        receipt |= {"read_back": back, "software": software()}
         inside = staged.is_dir()
         root = staged if inside else staged.parent
         receipt["files"] = {name: sha256(root / name) for name in files}
@@ -160,7 +161,7 @@ def check_choice(
     Raises:
       InputError: if `format` is unknown, cannot do what is asked, or needs a package.
     """
-    writer = named_writer(format, "--format=")
+    writer, _ = named_writer(format, "--format=")
     choice.check(format, writer.precisions)
     if max_shard_size is not None:
         check_size(max_shard_size, "max_shard_size")

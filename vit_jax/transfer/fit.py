@@ -307,7 +307,7 @@ def _resample_positions(
     positions = pretrained.model.positions(pretrained.model.image_size)
     functions = resample_grid, resample_axis, resample_offsets
     resize = Resize(*(partial(function, convention=convention) for function in functions))
-    resampled = {}
+    resampled: dict[str, np.ndarray] = {}
     for place, tables in position_tables(found).items():
         new_tables = {"pos_embedding": positions.resampled(tables, new, resize)}
         resampled |= {place + name: leaf for name, leaf in tree.flatten_names(new_tables).items()}
@@ -318,12 +318,13 @@ def _resample_positions(
     return found | resampled
 
 
-def require_image_size(pretrained: Pretrained) -> None:
-    """Raise InputError if the model has no image size, for formats that need one."""
+def require_image_size(pretrained: Pretrained) -> tuple[int, int]:
+    """The model's image size; raises InputError if it has none, for formats that need one."""
     if pretrained.model.image_size is None:
         raise InputError(
             f"{pretrained.source}: has no image size, but the format needs one; give image_size"
         )
+    return pretrained.model.image_size
 
 
 def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool) -> Pretrained:

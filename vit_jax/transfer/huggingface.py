@@ -56,7 +56,7 @@ from vit_jax.transfer.huggingface_texts import (
     tokenizer_files,
     write_text_config,
 )
-from vit_jax.transfer.names import HEADS_BY_WIDTH, read_rows, write_rows
+from vit_jax.transfer.names import HEADS_BY_WIDTH, held, read_rows, write_rows
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 from vit_jax.transfer.source import Source, int_or_pair, write_json
 from vit_jax.transfer.tensors import WEIGHTS, write_tensors
@@ -76,10 +76,11 @@ def recognises(source: Source) -> bool:
     return find_kind(source) is not None
 
 
-def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
+def read(source: Source, pixels: dict[str, Any] | None = None, **tokenizer: Any) -> Pretrained:
     """Make the model of the arrays.
 
-    `pixels`: values of a preprocessor_config.json; None: of the file.
+    `pixels`: values of a preprocessor_config.json; None: of the file. `tokenizer`: as for
+    `read_texts`.
 
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
@@ -90,7 +91,7 @@ def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
     kind, content = KINDS[name], source.config or {}
     of_head = {key: content[key] for key in ("id2label", "problem_type") if key in content}
     stated = source.read_stated((content.get("vision_config") or content) | of_head, _STATED)
-    read_text_side = take_texts(source, name)
+    read_text_side = take_texts(source, name, **tokenizer)
     source.leave_out(r"decoder\..*", "the decoder of a masked autoencoder is")
     source.leave_out(TEXTS, "what is not the image tower is")
     source.leave_out(r".*embeddings\.(mask_token|position_ids)", "what the tower does not use is")
@@ -99,11 +100,12 @@ def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
     names = class_names_of(read_labels(stated), model.num_classes, str(source.path))
     pixels = read_pixels(source) if pixels is None else pixels
     mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
-    loss = LOSSES.get(stated.get("problem_type"))
-    spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)
+    loss = LOSSES.get(stated.get("problem_type", ""))
+    mean, std = kind.pixels["mean"], kind.pixels["std"]
+    spec = Spec(model.image_size, kind.resize, mean, std, names, loss=loss)
     if name == "siglip2_vision_model" and cuts_patches(pixels):
         spec = with_patches(spec, pixels, model.patch_size, str(source.path))
-        model = model.clone(max_tokens=spec.rule.most)
+        model = model.clone(max_tokens=spec.rule and spec.rule.most)
     elif model.image_size is not None:
         processor = "DeiTImageProcessor" if name == "deit" and pixels else "ViTImageProcessor"
         spec = with_pixels(spec, pixels or mean_std, processor, str(source.path))
@@ -128,14 +130,16 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
 
     is_dino, is_v3 = name.startswith("dino"), name == "dinov3_vit"
     width, mlp_dim, patch_size = _read_sizes(source, name, theirs)
-    channels = 3 if name == "siglip2_vision_model" else source.size(theirs["embedding/kernel"], 1)
+    channels = 3 if name == "siglip2_vision_model" else arrays[theirs["embedding/kernel"]].shape[1]
     layers = re.escape(theirs[_DOWN].rpartition(".0.")[0])
+    depth = source.count_layers(rf"{layers}\.(\d+)\.")
+    registers = source.size(theirs.get("register_tokens", ""), 1) or 0
     found = {  # keys of config.json that the arrays determine
         "hidden_size": width,
-        "num_hidden_layers": source.count_layers(rf"{layers}\.(\d+)\."),
+        "num_hidden_layers": depth,
         "patch_size": patch_size,
         "num_channels": channels,
-        "num_register_tokens": source.size(theirs.get("register_tokens", ""), 1) or 0,
+        "num_register_tokens": registers,
     }
     if not name.startswith("dinov2"):  # which states a ratio
         found["intermediate_size"] = mlp_dim
@@ -157,12 +161,12 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
         patch_size=patch_size,
         channels=channels,
         width=width,
-        depth=found["num_hidden_layers"],
+        depth=depth,
         mlp_dim=mlp_dim,
         num_heads=heads,
         hidden_head=has("head_hidden/kernel"),
         pool="token_gap" if head and is_dino else pool,
-        registers=found["num_register_tokens"],
+        registers=registers,
         pos_embed="none" if is_v3 else "learned_1d",
         rotary="normalised" if is_v3 else None,
         rotary_base=float(stated.get("rope_theta", 100.0)),
@@ -314,11 +318,12 @@ def _as_folder(
     path: epath.Path, pretrained: Pretrained
 ) -> tuple[dict[str, Any], dict[str, np.ndarray | Lazy], Spec]:
     """config.json, the arrays and the spec of a tower; `path` is named in messages."""
-    require_image_size(pretrained)
+    image_size = require_image_size(pretrained)
     name = find_name(pretrained.model)
     if name in VITS:
         pretrained = with_learned_positions(pretrained, class_token_has_one=True)
-    model, architecture, prefix = pretrained.model, f"{KINDS[name].architecture}Model", ""
+    model = held(pretrained.model, ViT)
+    architecture, prefix = f"{KINDS[name].architecture}Model", ""
     if name.endswith("vision_model"):
         prefix = "" if name.startswith("siglip2") else "vision_model."
     elif model.num_classes is not None:
@@ -331,17 +336,15 @@ def _as_folder(
     if name.startswith("dino"):
         shape = (1, 1, model.width) if name == "dinov3_vit" else (1, model.width)
         arrays[f"{prefix}embeddings.mask_token"] = np.zeros(shape, np.float32)
-    spec = pretrained.spec.at(model.image_size).of(model.channels)
-    spec = spec._replace(rule=_rule_of(name, model))
-    config = {"architectures": [architecture], **_config(name, model)}
+    rule = None
+    if name == "siglip2_vision_model" and model.max_tokens is not None:
+        rule = PatchRule(model.patch_size, model.max_tokens)
+    spec = pretrained.spec.at(image_size).of(model.channels)._replace(rule=rule)
+    config = {"architectures": [architecture], **_config(name, model, image_size)}
     if name in VITS or model.num_classes is not None:
         # As in transformers, a model without classes is described with ten labels.
         config |= write_labels(path, spec, model.num_classes or 10)
     return config, arrays, spec
-
-
-def _rule_of(name: str, model: ViT) -> PatchRule | None:
-    return PatchRule(model.patch_size, model.max_tokens) if name == "siglip2_vision_model" else None
 
 
 def _write_folder(
@@ -357,7 +360,7 @@ def _write_folder(
     return ["config.json", "preprocessor_config.json", *files]
 
 
-def _config(name: str, model: ViT) -> dict[str, Any]:
+def _config(name: str, model: ViT, image_size: tuple[int, int]) -> dict[str, Any]:
     """The values of transformers' config: all of a ViT's, of others those that may change."""
     config = {
         "model_type": name,
@@ -367,7 +370,7 @@ def _config(name: str, model: ViT) -> dict[str, Any]:
         "num_attention_heads": model.num_heads,
         "hidden_act": HIDDEN_ACT[model.gelu],
         "layer_norm_eps": model.norm_eps,
-        "image_size": int_or_pair(model.image_size),
+        "image_size": int_or_pair(image_size),
         "patch_size": int_or_pair(model.patch_size),
         "num_channels": model.channels,
     }

@@ -37,7 +37,7 @@ _OF_PATCHES = re.compile(r"Siglip2ImageProcessor(Fast|Pil)?")
 _CLIP = {f"image_{key}": list(value) for key, value in CLIP.items()}
 # Defaults of the image processor classes. ViT's and DeiT's resize each side separately to (height,
 # width), or to an int for both. Bit's keeps the aspect ratio.
-_PROCESSORS = {
+_PROCESSORS: dict[str, dict[str, Any]] = {
     "ViT": {"resample": 2, "do_center_crop": False},
     "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
     "Bit": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True,
@@ -71,30 +71,31 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
     processor = _processor(pixels, default)
     match = _PROCESSOR.fullmatch(processor)
     kind = match[1] if match else "ViT"
-    height, width = spec.image_size
+    height, width = image_size = spec.need_size()
     given = {"size": {"height": height, "width": width}} | _PROCESSORS[kind] | pixels
     if kind in ("Bit", "CLIP") and isinstance(given["size"], int):
         given["size"] = {"shortest_edge": given["size"]}
     if kind in _OF_ANY_SIZE:
-        given |= _in_size(given, spec.image_size, source)
+        given |= _in_size(given, image_size, source)
     mean, std = _mean_and_std(given)
     spec = spec._replace(mean=mean, std=std)
     needed = ", ".join(f"{name}ImageProcessor" for name in _PROCESSORS)
     of_processor = f"image_processor_type={processor!r}: needs one of {needed}"
-    if faults := _pixel_faults(given, spec.image_size) if match else [of_processor]:
-        return _with_fault(spec, faults, source)
+    faults = _pixel_faults(given, image_size) if match else [of_processor]
     resized = _height_width(given["size"])
+    if faults or resized is None:  # of None they name the size
+        return _with_fault(spec, faults, source)
     in_proportion = _in_proportion(given["size"])
     interpolation = _FILTERS[given["resample"]]
     nearest = max if in_proportion else min  # if no share gives both sides
-    share = nearest(map(share_of, spec.image_size, resized))
+    share = nearest(map(share_of, image_size, resized))
     cut = Cut(share, "center" if in_proportion else "squash", interpolation, "transformers")
-    ops = pixels.get("ops") or ops_of_cut(cut, spec.image_size, resized)
+    ops = pixels.get("ops") or ops_of_cut(cut, image_size, resized)
     spec = spec._replace(
         cut=cut,
-        **read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
+        **read_preparation(pixels | {"ops": ops, "loss": spec.loss}, image_size, source),
     )
-    return spec._replace(ops=None) if ops == ops_of_cut(cut, spec.image_size) else spec
+    return spec._replace(ops=None) if ops == ops_of_cut(cut, image_size) else spec
 
 
 def cuts_patches(pixels: dict[str, Any]) -> bool:
@@ -223,7 +224,7 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
         kind = {"image_processor_type": "Siglip2ImageProcessor", "resample": 2}
         own = {} if ops == "decode" else {"ops": ops}
         return pixels | kind | of_patches | own | spec.stated_reading
-    pixels |= _write_cut(spec.cut or Cut(), spec.image_size)
+    pixels |= _write_cut(spec.cut or Cut(), spec.need_size())
     if ops != library_ops(spec):
         pixels["ops"] = spec.ops or ops
     return pixels | spec.stated_reading
@@ -251,4 +252,4 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what transformers does with `write_pixels`' values."""
-    return ops_of_cut((spec.cut or Cut())._replace(library="transformers"), spec.image_size)
+    return ops_of_cut((spec.cut or Cut())._replace(library="transformers"), spec.need_size())

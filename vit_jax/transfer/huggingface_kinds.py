@@ -115,7 +115,7 @@ class Kind(NamedTuple):
 
     architecture: str
     rows: Sequence[Row]
-    needed: Mapping[str, tuple]
+    needed: Mapping[str, Sequence]
     eps: float = 1e-6
     act: str = "gelu"
     num_heads: int = 12
@@ -126,7 +126,7 @@ class Kind(NamedTuple):
     packed: Sequence[Row] = ()
 
 
-_OF_TOWER = {
+_OF_TOWER: dict[str, Sequence] = {
     "pool": ("token",), "norm_pooled": (False,), "pos_embed": ("learned_1d",),
     "pos_embed_class_token": (True,), "hidden_head": (False,), "head_batch_norm": (False,),
     "gelu": tuple(HIDDEN_ACT), "num_classes": (None,),

@@ -30,5 +30,5 @@ def write_labels(path: epath.Path, spec: Spec, num_classes: int) -> dict[str, An
     return {
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": _PROBLEM_TYPE.get(spec.loss),
+        "problem_type": _PROBLEM_TYPE.get(spec.loss or ""),
     }

@@ -5,6 +5,7 @@ A SigLIP 2 of a fixed size is a SiglipModel; those for any size (NaFlex) are not
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,17 +31,18 @@ _DEFAULT_HEADS = {"clip_vision_model": 8, "siglip_vision_model": 12}
 _LARGEST = 2  # transformers takes this id, which older files state, for the largest of a text
 
 
-def take_texts(source: Source, name: str) -> partial[TextSide] | None:
+def take_texts(source: Source, name: str, **tokenizer: Any) -> Callable[[], TextSide] | None:
     """A function that reads the text side of `source`, whose image tower is of the kind `name`.
 
     Its arrays are taken out of `source`. None: there is no text tower that can be read.
+    `tokenizer`: as for `read_texts`.
     """
     if name not in PAIRS or _TOKENS not in source.arrays:
         return None
     rest = copy.copy(source)
     rest.arrays = {n: array for n, array in source.arrays.items() if re.fullmatch(TEXTS, n)}
     source.arrays = {n: array for n, array in source.arrays.items() if n not in rest.arrays}
-    return partial(read_texts, rest, name)
+    return partial(read_texts, rest, name, **tokenizer)
 
 
 def tokenizer_files(side: TextSide) -> dict[str, bytes]:
@@ -66,7 +68,8 @@ def read_texts(source: Source, name: str, **tokenizer: Any) -> TextSide:
     source.check_agreement(stated, {_SIZES[field]: size for field, size in sizes.items()})
     usual = kind.heads.get(width, HEADS_BY_WIDTH.get(width))
     default = usual if source.config is None else _DEFAULT_HEADS[name]
-    heads, act = stated.get("num_attention_heads", default), stated.get("hidden_act", kind.act)
+    heads: Any = stated.get("num_attention_heads", default)  # None is refused below
+    act = stated.get("hidden_act", kind.act)
     faults, end_id = Faults(), stated.get("eos_token_id", _LARGEST)
     faults.need(heads and width % heads == 0, f"num_attention_heads={heads}: needs a divisor of "
                 f"{width}, stated in the text_config of config.json")  # fmt: skip

@@ -260,7 +260,8 @@ def _fetch(source: str, address: str, target: pathlib.Path, *, optional: bool = 
             if address.startswith(("http://", "https://")):
                 _download(address, file)
             else:
-                with epath.Path(address).open("rb") as stored:
+                opened: IO[bytes] = epath.Path(address).open("rb")
+                with opened as stored:
                     shutil.copyfileobj(stored, file)
     except Exception as e:  # whatever the client of an object store raises
         refused = isinstance(e, urllib.error.HTTPError) and 400 <= e.code < 500
@@ -298,8 +299,8 @@ def _download(address: str, file: IO[bytes]) -> None:
 
 
 def sha256(path: pathlib.Path | epath.Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
+    """The SHA-256 of a file on a disk."""
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

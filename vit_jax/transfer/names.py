@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import flax.linen as nn
 import numpy as np
@@ -21,6 +21,8 @@ from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.source import Source
 from vit_jax.transfer.tensors import let_go
+
+M = TypeVar("M", bound=nn.Module)
 
 # The numbers of heads of the published ViTs.
 HEADS_BY_WIDTH = {variant.width: variant.num_heads for variant in VIT_VARIANTS.values()}
@@ -139,7 +141,8 @@ def read_rows(rows: Sequence[Row], source: Source, model: nn.Module) -> dict[str
         has a wrong shape.
     """
     leaves, sizes = {**abstract_params(model), **abstract_model_state(model)}, _sizes(model)
-    arrays, found, faults = source.arrays, {}, []
+    found: dict[str, np.ndarray] = {}
+    arrays, faults = source.arrays, []
     for row in rows:
         if row.theirs not in arrays:
             faults.append(f"{row.theirs}: absent")
@@ -179,8 +182,14 @@ def _shape(row: Row, leaves: Mapping[str, Any], sizes: Mapping[str, int]) -> tup
     return row.write(empty, sizes).shape
 
 
+def held(model: nn.Module, family: type[M]) -> M:
+    """`model`, which `find_unheld` has found to be of the `family`."""
+    assert isinstance(model, family)
+    return model
+
+
 def find_unheld(
-    model: nn.Module, families: Sequence[type[nn.Module]], needed: Mapping[str, tuple]
+    model: nn.Module, families: Sequence[type[nn.Module]], needed: Mapping[str, Sequence]
 ) -> list[str]:
     """Why a format that holds `families` with {field: values} as in `needed` cannot hold `model`.
 
@@ -191,7 +200,7 @@ def find_unheld(
         family = type(model).__name__
         return [f"it is {'an' if family[0] in 'AEIOU' else 'a'} {family}"]
     as_tables = tuple(name for name in POSITIONS if POSITIONS.find(name).is_table_of_stem())
-    needed = _NEEDED | {"pos_embed": as_tables} | needed
+    needed = {**_NEEDED, "pos_embed": as_tables, **needed}
     found = {f: getattr(model, _AS_FOUND.get(f, f), values[0]) for f, values in needed.items()}
     return [
         f"{field}={found[field]!r}, but the format needs {' or '.join(map(repr, values))}"
@@ -200,7 +209,7 @@ def find_unheld(
     ]
 
 
-_NEEDED: dict[str, tuple] = {
+_NEEDED: dict[str, Sequence] = {
     "channels": (3,), "parallel": (False,), "norm": ("layer",), "qk_norm": (False,),
     "pos_embed_at": ("stem",),
     "registers": (0,), "pre_norm": (False,), "patch_bias": (True,), "key_bias": (True,),

@@ -17,7 +17,8 @@ square, the value range, the names of the classes.
 import io
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -176,8 +177,8 @@ def read(source: Source, variant: Variant) -> Pretrained:
         cut=Cut(**{field: stated[key] for key, field in _CUT.items() if key in stated})
         if "crop" in stated
         else None,
-        **{key: tuple(stated[key]) for key in ("mean", "std") if key in stated},
-        **read_preparation(stated, image_size or model.image_size, str(source.config_path)),
+        **read_preparation(stated, image_size or model.image_size, str(source.config_path))
+        | {key: tuple(stated[key]) for key in ("mean", "std") if key in stated},
     )
     return Pretrained(str(source.path), model, params, spec)
 
@@ -195,7 +196,8 @@ def _find_model(source: Source) -> dict[str, np.ndarray]:
 
 def _name_as_published(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """`arrays` with layers apart that are stacked, norms in their published shape, no numbers."""
-    stacked, found = "Transformer/encoderblock/", {}
+    stacked = "Transformer/encoderblock/"
+    found: dict[str, np.ndarray] = {}
     is_flat_norm = re.compile(r"(.*/)?gn(\d|_root|_proj)/(scale|bias)").fullmatch
     for name, array in arrays.items():
         if name.startswith(stacked) and array.ndim:
@@ -230,7 +232,7 @@ def _infer_bit(source: Source, image_size: tuple[int, int] | None) -> BiT:
         num_classes=source.size(f"{_BIT_HEAD}/kernel", 3),
         image_size=image_size,
         stages=_count_units(source, "resnet/"),
-        stem_width=source.size(_BIT_ROOT, 3),
+        stem_width=source.arrays[_BIT_ROOT].shape[3],
     )
 
 
@@ -244,17 +246,15 @@ def _infer_vit(source: Source, variant: Variant, image_size: tuple[int, int] | N
     needed = {"embedding/kernel": 4, query: 3, up: 2} | ({positions: 3} if is_first else {})
     source.require(needed, {"head/kernel": 2, positions: 3, _STEM_ROOT: 4})
     p, q = arrays["embedding/kernel"].shape[:2]
-    stem = {}
-    if _STEM_ROOT in arrays:
-        stem = {"stages": _count_units(source, ""), "stem_width": source.size(_STEM_ROOT, 3)}
+    stages, stem = _count_units(source, ""), arrays.get(_STEM_ROOT)
+    family = ViT if stem is None else partial(HybridViT, stages=stages, stem_width=stem.shape[3])
     if not has_positions:
         image_size = None
     elif image_size is None:
         side = source.square_side(arrays[positions].shape[1] - (has_token and is_first))
-        stride = map_stride(stem["stages"]) if stem else 1
+        stride = 1 if stem is None else map_stride(stages)
         image_size = (side * stride * p, side * stride * q)
-    return (HybridViT if stem else ViT)(
-        **stem,
+    return family(
         num_classes=source.size("head/kernel", 1),
         image_size=image_size,
         patch_size=(p, q),
@@ -269,8 +269,10 @@ def _infer_vit(source: Source, variant: Variant, image_size: tuple[int, int] | N
     )
 
 
-_HELD = {"gelu": ("tanh",), "norm_eps": (1e-6,), "norm_pooled": (False,), "layer_scale": (None,),
-         "qkv_bias": (True,)}  # fmt: skip
+_HELD: dict[str, Sequence] = {
+    "gelu": ("tanh",), "norm_eps": (1e-6,), "norm_pooled": (False,), "layer_scale": (None,),
+    "qkv_bias": (True,),
+}  # fmt: skip
 _HELD_BY = {
     FIRST: _HELD | {"pool": ("token", "gap"), "pos_embed": ("learned_1d",)},
     LATER: _HELD | {"pos_embed": ("learned_1d", "sincos_2d")},
@@ -319,7 +321,8 @@ def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[st
     stated |= {"ops": spec.ops, "loss": spec.loss, **spec.stated_reading}
     stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()
-    np.savez(content, **write_rows(_rows(model, variant), pretrained.params, model))
+    arrays = write_rows(_rows(model, variant), pretrained.params, model)
+    np.savez(content, allow_pickle=False, **arrays)
     write_json(path.with_suffix(".json"), stated)
     write_whole(path, content.getvalue())
     return [path.name, path.with_suffix(".json").name]

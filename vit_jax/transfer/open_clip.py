@@ -72,26 +72,23 @@ def read(source: Source) -> Pretrained:
     act = "quick_gelu" if model.get("quick_gelu") else "gelu"
     source.config = {"text_config": _tower_config(text, text.get("heads", 8), act)}
     if has_trunk:
-        read_text_side = take_texts(source, "siglip_vision_model")
+        read_text_side = take_texts(source, "siglip_vision_model", **_tokenizer(text))
         source.rename({r"visual\.trunk\.": ""})
         source.config = {
             "architecture": vision.get("timm_model_name"),
             "model_args": {"img_size": vision["image_size"]} if "image_size" in vision else {},
             "pretrained_cfg": pixels,
         }
-        pretrained = timm.read(source)
+        pretrained = timm.read(source)._replace(read_text_side=read_text_side)
     else:
         heads = source.arrays[_CLASS].shape[-1] // vision.get("head_width", 64)
         of_images = {"image_size": vision.get("image_size")}
         source.config["vision_config"] = _tower_config(vision, heads, act) | of_images
         theirs = {f"image_{key}": pixels[key] for key in ("mean", "std")}
-        pretrained = huggingface.read(source, theirs)
-        read_text_side = pretrained.read_text_side
-    if read_text_side is not None:
-        read_text_side = partial(read_text_side, **_tokenizer(text))
+        pretrained = huggingface.read(source, theirs, **_tokenizer(text))
     cut = Cut(1.0, _MODES[mode], pixels.get("interpolation", "bicubic"))
     spec = pretrained.spec._replace(resize="antialiased", cut=cut, ops=None, fault=None)
-    return pretrained._replace(spec=spec, read_text_side=read_text_side)
+    return pretrained._replace(spec=spec)
 
 
 def _refuse_others(

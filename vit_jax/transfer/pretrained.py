@@ -51,7 +51,8 @@ class Cut(NamedTuple):
 
     def resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) to which an image is resized before it is cropped to `image_size`."""
-        return tuple(math.floor(side / self.share) for side in image_size)
+        height, width = (math.floor(side / self.share) for side in image_size)
+        return height, width
 
 
 class Spec(NamedTuple):
@@ -99,6 +100,12 @@ class Spec(NamedTuple):
     def stated_reading(self) -> dict[str, Any]:
         """`exif` and `pixel_range` for a JSON file, which states `exif` only if it is False."""
         return {"exif": None if self.exif else self.exif, "pixel_range": self.pixel_range}
+
+    def need_size(self) -> tuple[int, int]:
+        """The image size; raises InputError if the model takes images of any size."""
+        if self.image_size is None:
+            raise InputError("image_size=None: the model takes images of any size; choose one")
+        return self.image_size
 
     def of(self, channels: int) -> "Spec":
         """This spec for images of `channels`; values for other channels give way to their mean."""
@@ -221,13 +228,14 @@ def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
     """
     if spec.fault is not None:
         raise InputError(spec.fault)
+    size = spec.need_size()
     if spec.ops is None:
-        return ops_of_cut(spec.cut or Cut(), spec.image_size)
-    host_ops, faults = parse_ops(spec.ops, spec.image_size)[0], Faults()
+        return ops_of_cut(spec.cut or Cut(), size)
+    host_ops, faults = parse_ops(spec.ops, size)[0], Faults()
     faults.check(check_crops, host_ops, "ops", data_size)
     made = next((op.gives for op in reversed(host_ops) if op.gives is not None), data_size)
     reads = data_size is not None or any(op.takes_encoded for op in host_ops[:1])
-    return spec.ops if reads and not faults and made == spec.image_size else with_resize(spec.ops)
+    return spec.ops if reads and not faults and made == size else with_resize(spec.ops)
 
 
 def preparation(
@@ -246,13 +254,15 @@ def preparation(
     """
     if own_shape and spec.rule is not None and spec.fault is None:
         return spec.ops or "decode", spec.rule
-    return ops_for(spec, image_shape and image_shape[:2]), None
+    data_size = None if image_shape is None else (image_shape[0], image_shape[1])
+    return ops_for(spec, data_size), None
 
 
 def with_rule(spec: Spec, rule: PatchRule, faults: Faults) -> Spec:
     """`spec` for pictures in their own shape; adds a fault if its ops set the size of images."""
     ops = spec.ops or "decode"
-    sized = [op.text for op in parse_ops(ops, spec.image_size)[0] if op.gives is not None]
+    host_ops, _ = parse_ops(ops, spec.image_size or (1, 1))
+    sized = [op.text for op in host_ops if op.gives is not None]
     faults.need(not sized, f"ops={ops!r}: {', '.join(sized)} would change the shape of pictures; "
                 "needs ops that set no size, such as decode")  # fmt: skip
     return spec._replace(ops=ops, rule=rule)

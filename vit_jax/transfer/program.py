@@ -178,7 +178,7 @@ def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
     def apply(variables: Any, images: jax.Array) -> jax.Array:
         if as_bytes:
             images = to_value_range(images, spec.mean, spec.std)
-        found = model.apply(variables, images, method="features" if of_features else None)
+        found: Any = model.apply(variables, images, method="features" if of_features else None)
         return found if loss is None else loss.probabilities(found)
 
     shape, dtype = (*size, about(model).channels), np.uint8 if as_bytes else np.float32
@@ -201,8 +201,9 @@ def need_texts(pretrained: Pretrained, choice: Choice) -> TextSide:
 
 def _make_text_program(side: TextSide, choice: Choice) -> Program:
     """Token ids (b, L), padded as by the model's tokenizer -> features as `embed_texts` gives."""
-    plain = {"constrain": block_ops.unconstrained, "ops": block_ops.PLAIN}
-    text = side.matcher.text.clone(dtype=jnp.dtype("float32"), **plain)
+    text = side.matcher.text.clone(
+        dtype=jnp.dtype("float32"), constrain=block_ops.unconstrained, ops=block_ops.PLAIN
+    )
 
     def apply(variables: Any, ids: jax.Array) -> jax.Array:
         return unit(jnp.asarray(text.apply(variables, ids)))

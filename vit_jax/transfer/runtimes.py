@@ -94,15 +94,17 @@ def export_program(
     if choice.of_texts:
         ids = sample_ids(need_texts(pretrained, choice))
         return _write_and_compare(path, program, format, choice, np.split(ids, 2))
-    spec = pretrained.spec.at(program.shape[:2])
+    height, width, _ = program.shape
+    spec = pretrained.spec.at((height, width))
     folders = {"pictures": choice.pictures, "calibration": choice.calibration}
     faults = Faults()
     found = {key: faults.check_in(f"{key}: ", find_images, [folder])
              for key, folder in folders.items() if folder is not None}  # fmt: skip
     collect_faults(faults)
+    given = found.get("pictures") or []
     if paths := found.get("calibration"):
         paths = paths[:: -(-len(paths) // _CALIBRATED)]
-        if same := _in_both(paths, found.get("pictures", [])):
+        if same := _in_both(paths, given):
             said = f"calibration={choice.calibration}: {len(same)} of {len(paths)} pictures are in "
             said += f"pictures={choice.pictures} too, such as {same[0]}"
             if len(same) == len(paths):
@@ -111,11 +113,11 @@ def export_program(
             logger.warning("%s; they are left out", said)
             paths = [path for path in paths if path not in same]
         samples = _batches(paths, spec, choice)
-        program = program._replace(samples=np.concatenate([*samples]))
-    pictures = found.get("pictures") or list(sample_pictures())
+        program = program._replace(samples=[*itertools.chain.from_iterable(samples)])
+    pictures: Sequence[str | bytes] = given or [*sample_pictures()]
     labels, num_classes = None, pretrained.model.num_classes
-    if choice.precision == "int8" and num_classes is not None:
-        labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
+    if choice.precision == "int8" and choice.pictures is not None and num_classes is not None:
+        labels = _labels(given, choice.pictures, class_names(spec, num_classes))
     taken = _batches(pictures, spec, choice)
     return _write_and_compare(path, program, format, choice, taken, labels)
 

@@ -15,12 +15,13 @@ from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.position import SINCOS_1D
 from vit_jax.models.t2t import SPLITS, STRIDE, T2T_VARIANTS, T2TViT
 from vit_jax.transfer import timm_config
-from vit_jax.transfer.fit import split_leaves
+from vit_jax.transfer.fit import require_image_size, split_leaves
 from vit_jax.transfer.names import (
     LINEAR,
     NORM,
     Row,
     find_unheld,
+    held,
     read_rows,
     row,
     rows_of,
@@ -152,11 +153,11 @@ def check(model: nn.Module) -> list[str]:
 
 def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """Write the files of `timm_config.write`; return their names."""
-    model = pretrained.model
+    model, image_size = held(pretrained.model, T2TViT), require_image_size(pretrained)
     leaves = {**pretrained.params, **pretrained.model_state}
     arrays = write_rows(_rows(model), leaves, model)
     args = {
-        "img_size": int_or_pair(model.image_size),
+        "img_size": int_or_pair(image_size),
         "tokens_type": model.token_module,
         "num_classes": model.num_classes or 0,
         "embed_dim": model.width,
@@ -171,7 +172,7 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         "num_classes": model.num_classes or 0,
         "model_args": args,
     }
-    spec = pretrained.spec.at(model.image_size)
+    spec = pretrained.spec.at(image_size)
     return timm_config.write(path, config, arrays, spec, max_shard_size)
 
 

@@ -56,7 +56,7 @@ def _mapped(path: epath.Path) -> Iterator[tuple[str, str, list[int], Any]]:
     """(name, dtype, shape, bytes) of the arrays of a file on a disk."""
     with safetensors.safe_open(os.fspath(path), "np"):  # finds whatever does not fit
         pass
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     header = json.loads(content[8:start])
@@ -113,7 +113,7 @@ def write_tensors(
     """
     means = [name for name in arrays if name.endswith(".running_mean")]
     counters = {name.replace(".running_mean", _COUNTER): np.zeros((), np.int64) for name in means}
-    all_arrays = {**counters, **dict(sorted(arrays.items()))}
+    all_arrays: dict[str, np.ndarray | Lazy] = {**counters, **dict(sorted(arrays.items()))}
     most = max_shard_size or SHARD_SIZE if path.name == WEIGHTS else sys.maxsize
     stem = path.stem.replace("{", "{{").replace("}", "}}")
     split = _split(all_arrays, most, f"{stem}{{suffix}}{path.suffix}")
@@ -127,9 +127,7 @@ def write_tensors(
     return [INDEX, *split.filename_to_tensors]
 
 
-def _split(
-    arrays: Mapping[str, np.ndarray | Lazy], most: int | str, pattern: str
-) -> StateDictSplit:
+def _split(arrays: dict[str, np.ndarray | Lazy], most: int | str, pattern: str) -> StateDictSplit:
     """The names of arrays by file, as transformers divides them."""
     return split_state_dict_into_shards_factory(
         arrays, get_storage_size=_size, filename_pattern=pattern, max_shard_size=most
@@ -140,7 +138,7 @@ def _size(array: np.ndarray | Lazy) -> int:
     return math.prod(array.shape) * (array.dtype.itemsize if isinstance(array, np.ndarray) else 4)
 
 
-def _parts(arrays: Mapping[str, np.ndarray | Lazy]) -> Iterable[bytes]:
+def _parts(arrays: Mapping[str, np.ndarray | Lazy]) -> Iterable[bytes | memoryview]:
     """The bytes of a file: the header, then each array, as `safetensors.numpy.save` has them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

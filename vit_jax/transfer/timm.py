@@ -6,6 +6,7 @@ defaults. `timm_config` holds the rest of the file, `timm_efficientnet` the othe
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -169,8 +170,8 @@ def _read_vit(source: Source) -> Pretrained:
     model = timm_blocks.check_rotary(source, model, config.args)
     params = read_rows(vit_rows(model), source, model)
     spec = config.read_spec(image_size, model.num_classes, kind.resize).of(model.channels)
-    found = Pretrained(str(source.path), model, params, spec)
-    return timm_naflex.of_pictures(found, config) if is_naflex else found
+    pretrained = Pretrained(str(source.path), model, params, spec)
+    return timm_naflex.of_pictures(pretrained, config) if is_naflex else pretrained
 
 
 def _read_unseen(
@@ -183,12 +184,12 @@ def _read_unseen(
     """
     pool = _read_pool(config, source, kind)
     act = config.args.get("act_layer", kind.act)
-    norm_layer = config.args.get("norm_layer")
+    norm_layer = config.args.get("norm_layer", "")
     eps = _NORM_EPS.get(norm_layer, kind.eps)
     eps = float(config.args.get("eps", config.stated.get("norm_eps", eps)))
     has_default = "model_args" in config.stated and not config.is_named
     default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
-    heads = config.args.get("num_heads", default_heads)
+    heads: Any = config.args.get("num_heads", default_heads)  # None is refused below
     faults = Faults()
     for name, value in _ONLY.items():
         stated = config.args.get(name, value)
@@ -235,17 +236,17 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
     if num_positions is not None:
         patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
         # As many tokens as leave the number of patches; without a size, as leave a square.
-        possible = {True: (0,), False: (named, named + registers)}.get(
-            config.args.get("no_embed_class"), (0, named, named + registers)
-        )
+        any_of = (0, named, named + registers)
+        by_stated: dict[bool | None, tuple[int, ...]] = {True: any_of[:1], False: any_of[1:]}
+        possible = by_stated.get(config.args.get("no_embed_class"), any_of)
         rests = {number: num_positions - number for number in possible}
         fitting = (n for n, r in rests.items() if r == (patches or math.isqrt(max(r, 0)) ** 2))
         placed = next(fitting, named)
-    if placed > named:
-        first, added, last = np.split(source.arrays["pos_embed"], [named, placed], axis=1)
-        source.arrays["reg_token"] = source.arrays["reg_token"] + added
-        source.arrays["pos_embed"] = np.concatenate([first, last], axis=1)
-        num_positions, placed = num_positions - registers, named
+        if placed > named:
+            first, added, last = np.split(source.arrays["pos_embed"], [named, placed], axis=1)
+            source.arrays["reg_token"] = source.arrays["reg_token"] + added
+            source.arrays["pos_embed"] = np.concatenate([first, last], axis=1)
+            num_positions, placed = num_positions - registers, named
     if image_size is None and num_positions is not None:
         side = source.square_side(num_positions - placed)
         image_size = (side * p, side * q)
@@ -254,7 +255,7 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
     return image_size, placed == named
 
 
-def _held(model: nn.Module) -> dict[str, tuple]:
+def _held(model: nn.Module) -> dict[str, Sequence]:
     """{field: values} of a VisionTransformer, or of a DINOv2 where MLPs have a gate."""
     gated = getattr(model, "gated_mlp", False)
     return {

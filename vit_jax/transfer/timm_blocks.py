@@ -5,7 +5,7 @@ authors of DINOv2, DINOv3 and ViT-5 are first renamed to timm's.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def block_fields(source: Source, kind: Kind) -> dict[str, Any]:
     return fields
 
 
-def check_rotary(source: Source, model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+def check_rotary(source: Source, model: ViT, config: Mapping[str, Any]) -> ViT:
     """`model` with the base that the file states; its stored frequencies are compared, and dropped.
 
     Raises:
@@ -171,9 +171,11 @@ def check_rotary(source: Source, model: nn.Module, config: Mapping[str, Any]) ->
         model = model.clone(rotary_registers=own)
     faults, rounded = [], model.clone(rotary_dtype="bfloat16")
     for name in [name for name in source.arrays if re.search(r"rope\w*\.(freqs|periods)$", name)]:
+        base = model.rotary_registers if "rope_reg" in name else model.rotary_base
+        if base is None:
+            continue  # `read_rows` refuses frequencies of registers that are not there
         array = source.arrays.pop(name)
         stored = array if name.endswith("periods") else 1 / array
-        base = model.rotary_registers if "rope_reg" in name else model.rotary_base
         exact, half = (m.periods(base, model.width // model.num_heads) for m in (model, rounded))
         if stored.shape == half.shape and np.array_equal(stored, half):
             model = rounded
@@ -249,13 +251,13 @@ class Form(NamedTuple):
     args: {timm's argument: field of the model}, but for the sizes.
     """
 
-    needed: Mapping[str, tuple]
+    needed: Mapping[str, Sequence]
     architecture: Callable[[nn.Module], str]
     args: Mapping[str, str] = MappingProxyType({})
 
 
 _DINOV3_ARGS = {"num_reg_tokens": "registers", "rope_temperature": "rotary_base"}
-_EVERY: dict[str, tuple] = {
+_EVERY: dict[str, Sequence] = {
     "hidden_head": (False,), "head_batch_norm": (False,), "class_token": (True,),
     "rotary_dtype": ("float32",), "pos_embed_class_token": (True,),
 }  # fmt: skip
@@ -297,7 +299,7 @@ def find_form(model: nn.Module) -> Form | None:
 
 def find_faults(form: Form, model: nn.Module) -> list[str]:
     """The reasons why `form` cannot hold `model`."""
-    needed = _EVERY | form.needed
+    needed = {**_EVERY, **form.needed}
     if form is not _FORMS["vit5"]:
         gated = (True,) if form is _FORMS["eva02"] else (False, True)
         needed |= {"gated_mlp": gated, "gelu": ("silu" if model.gated_mlp else "exact",),
@@ -309,7 +311,8 @@ def find_faults(form: Form, model: nn.Module) -> list[str]:
 
 def stored_frequencies(model: nn.Module) -> dict[str, np.ndarray]:
     """The arrays of frequencies that a ViT-5 stores in each block."""
-    head_width, arrays = model.width // model.num_heads, {}
+    arrays: dict[str, np.ndarray] = {}
+    head_width = model.width // model.num_heads
     bases = {"rope": model.rotary_base, "rope_reg": model.rotary_registers}
     for name, base in bases.items():
         if base is not None:

@@ -119,7 +119,7 @@ class Config:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what timm does with files of `write`."""
-    return ops_of_cut((spec.cut or Cut())._replace(library="timm"), spec.image_size)
+    return ops_of_cut((spec.cut or Cut())._replace(library="timm"), spec.need_size())
 
 
 def write(

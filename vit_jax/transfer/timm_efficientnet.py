@@ -19,6 +19,7 @@ from vit_jax.transfer.names import (
     NORM,
     Row,
     find_unheld,
+    held,
     layer,
     read_rows,
     row,
@@ -123,7 +124,7 @@ def check(model: nn.Module) -> list[str]:
 
 def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """As `timm.write`."""
-    model, spec = pretrained.model, pretrained.spec
+    model, spec = held(pretrained.model, EfficientNet), pretrained.spec
     factors = model.width_factor, model.depth_factor
     names = {v[:2]: name for name, v in EFFICIENTNET_VARIANTS.items()}
     config: dict[str, Any] = {
@@ -135,5 +136,5 @@ def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None =
         config |= {"width": model.width_factor, "depth": model.depth_factor}
     leaves = {**pretrained.params, **pretrained.model_state}
     arrays = write_rows(_rows_of(model), leaves, model)
-    spec = spec.at(model.image_size or spec.image_size)
+    spec = spec.at(model.image_size) if model.image_size else spec
     return timm_config.write(path, config, arrays, spec, max_shard_size)

@@ -23,7 +23,7 @@ _TO_NAFLEX = {
     "cls_token": "embeds.cls_token", "reg_token": "embeds.reg_token",
     "pos_embed": "embeds.pos_embed",
 }  # fmt: skip
-_HELD: dict[str, tuple] = {
+_HELD: dict[str, Sequence] = {
     "channels": range(1, 100), "hidden_head": (False,), "head_batch_norm": (False,),
     "registers": range(100), "pos_embed": ("learned_1d",), "norm_eps": (1e-6,),
 }  # fmt: skip

@@ -72,14 +72,14 @@ def read(source: Source) -> Pretrained:
     weights = "params" if averaged is False or not averages else "ema"
     of_texts = settings.objective.learns_texts
     model = model_of(settings.model, settings.data, None if of_texts else settings.data.num_classes)
-    step, params, model_state = _restore_model(chosen, path, model, weights, source.lazy)
+    step, restored, model_state = _restore_model(chosen, path, model, weights, source.lazy)
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
         "config": config.to_dict(),
         "results": _results(path, step, config.evals, averaged is False),
     }
-    plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
+    plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(restored))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(settings, model, path)
     division = read_division(path, settings.data)
@@ -270,7 +270,7 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     if names != ["torchvision_resize"] and not (crops and names in (["resize"], ["resize_small"])):
         return None
     (resize,) = resizes
-    share = min(max(map(share_of, image_size, resize.gives)), 1.0)
+    share = min(max(map(share_of, image_size, resize.gives or image_size)), 1.0)
     side = getattr(resize, "size", None)
     of_shorter_side = resize.name == "torchvision_resize" and isinstance(side, int)
     covers = getattr(resize, "cover", resize.name == "resize_small") or of_shorter_side
