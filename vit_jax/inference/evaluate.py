@@ -101,8 +101,9 @@ def evaluate_model(
     check_outputs(settings.evals, module, settings.data.image_size)
     seen: dict[str, Examples | Shown] = {}  # of the evaluator that ran last
     see = None if on_predictions is None else seen.setdefault  # the main weights come first
-    given = {"see": see, "read_text_side": of.read_text_side}
-    evaluators = make_evaluators(settings, preprocessing, module, mesh, sources, **given)
+    evaluators = make_evaluators(
+        settings, preprocessing, module, mesh, sources, see=see, read_text_side=of.read_text_side
+    )
     _warn_of_other_classes(settings, of.class_names, of.source, sources)
     compare_findings(settings.job, sources, weights)
     with jax.set_mesh(mesh):
@@ -154,7 +155,7 @@ class StoredModel:
         self, settings: Settings, mesh: Mesh, preprocessing: Preprocessing
     ) -> tuple[nn.Module, Weights]:
         if settings.objective.teachers:  # which are not read
-            settings = dataclasses.replace(settings, objective=Supervised())
+            settings = dataclasses.replace(settings, objective=Supervised(name="supervised"))
         self._experiment = make_experiment(settings, mesh, preprocessing)
         read_tokenizer = partial(read_kept, self._workdir, self._trained.data)
         self.read_text_side = texts_that_learn(
@@ -166,11 +167,11 @@ class StoredModel:
         abstract = self._experiment.abstract_state
         fields = ("params", "model_state", "ema", "ema_model_state")
         wanted = {field: getattr(abstract, field) for field in fields}
-        if self._best is not None:
+        if self._best is None:
+            restored = restore.restore_newest(self._checkpoints, wanted, partial=True)
+        else:
             step = self._checkpoints / str(self._best)
             restored = restore.restore_step(step, wanted, partial=True)
-        else:
-            restored = restore.restore_newest(self._checkpoints, wanted, partial=True)
         if restored is None:
             raise InputError(
                 f"--workdir={self.source}: has no checkpoint yet; wait for the run's first one"
@@ -200,7 +201,8 @@ class _OfSource:
         evals = with_ops(settings.data, settings.evals, self._pretrained, sources)
         settings = dataclasses.replace(settings, evals=evals)
         learn = [entry.learns_classes for entry in evals.values()]
-        is_open = settings.loss.name == sections.Loss().name and "loss.name" not in self._by_user
+        usual = sections.Loss.declared()["name"].default
+        is_open = settings.loss.name == usual and "loss.name" not in self._by_user
         if is_open and self._pretrained.run is None and not all(learn):
             name = loss_of(self._pretrained, settings.loss.name)
             common = {k: getattr(settings.loss, k) for k in sections.Loss.declared()}

@@ -78,8 +78,8 @@ def features_of(
 ) -> np.ndarray:
     """The features (n, D) of pictures, each of length 1; NaN for those that cannot be read."""
     source = image_files(paths, pretrained.spec.reading)
-    how = {"what": "features", "batch_size": batch_size, "progress": progress}
-    parts = outputs(pretrained, source, **how)
+    how = {"batch_size": batch_size, "progress": progress}
+    parts = outputs(pretrained, source, what="features", **how)
     return np.concatenate([without_masked(unit(x_BD), batch) for x_BD, batch in parts])
 
 

@@ -60,7 +60,8 @@ def search(
     faults.need_positive("top", top)
     collect_faults(faults)
     loaded = source if isinstance(source, Predictor) else None
-    pretrained = transfer.read_pretrained(loaded.pretrained if loaded else source)
+    of_source = source.pretrained if isinstance(source, Predictor) else source
+    pretrained = transfer.read_pretrained(of_source)
     texts = [texts] if isinstance(texts, str) else texts
     paths = [images] if isinstance(images, str | os.PathLike) else images
     if not (texts or paths):

@@ -59,13 +59,16 @@ def outputs(
         check_classes(pretrained)
     spec, model = pretrained.spec, pretrained.model
     loss = loss_of(pretrained) if what == "probabilities" else None
-    static = {"mean": spec.mean, "std": spec.std, "loss": loss, "what": what, "layer": layer}
-    static |= {"model": model, "image_size": spec.image_size}
+    own = functools.partial(
+        _compute, model=model, image_size=spec.need_size(), mean=spec.mean, std=spec.std,
+        loss=loss, what=what, layer=layer,
+    )  # fmt: skip
+    compute: Callable[..., jax.Array]
     try:
         hash(model)
-        compute = functools.partial(_jitted, **static)
+        compute = functools.partial(_jitted, **own.keywords)
     except TypeError:  # a plug-in's model may have a list among its fields
-        compute = jax.jit(functools.partial(_compute, **static))
+        compute = jax.jit(own)
     keys = ("mask", "label", *["grid"] * (spec.rule is not None and what in ("dense", "attention")))
     for found, batch in computed(pretrained, source, compute, keys=keys, **how):
         kept = len(batch["mask"])
@@ -77,7 +80,7 @@ def outputs(
 def computed(
     pretrained: Pretrained,
     source: Source,
-    compute: Callable[[tree.Params, tree.ModelState, jax.Array], tree.PyTree],
+    compute: Callable[..., tree.PyTree],
     *,
     batch_size: int,
     progress: bool = True,
@@ -99,17 +102,17 @@ def computed(
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
     """
-    spec, variables = pretrained.spec, pretrained.variables
+    spec, variables, size = pretrained.spec, pretrained.variables, pretrained.spec.need_size()
     own = [device for device in jax.devices() if device.process_index == jax.process_index()]
     mesh = make_mesh(devices=own)
     check_batch_size(mesh, batch_size, "batch_size")
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     params, model_state = on_all(mesh, (params, model_state))
     ops, rule = preparation(spec, source.image_shape)
-    host_ops, _ = parse_ops(ops, spec.image_size, key="preprocessing")
+    host_ops, _ = parse_ops(ops, size, key="preprocessing")
     batches: Iterable[Any] = eval_batches(
         source,
-        image_batch(batch_size, spec.image_size, host_ops, "evals.*.ops", rule),
+        image_batch(batch_size, size, host_ops, "evals.*.ops", rule),
         sharding=batch_sharding(mesh),
         record_ids=record_ids,
     )
@@ -147,17 +150,19 @@ def _compute(
     counts = counts_of(images)
     of_patches = functools.partial(as_map, model, image_size=image_size, counts_B=counts)
     images = to_value_range(images, mean, std)
-    variables = {"params": params, **model_state}
+    apply: Callable[..., Any] = functools.partial(
+        model.apply, {"params": params, **model_state}, images
+    )
     if what == "attention":
         return layers.choose(layers.attention_weights(model, params, images, model_state), layer)
     if what in OF_LAYERS and layer is not None:
         x = layers.choose(layers.layer_outputs(model, params, images, model_state), layer)
         return layers.pool(model, x, counts) if what == "features" else of_patches(x)
     if what == "features":
-        return model.apply(variables, images, method="features")
+        return apply(method="features")
     if what == "dense":
-        return of_patches(model.apply(variables, images, method="tokens"))
-    logits_BC = model.apply(variables, images)
+        return of_patches(apply(method="tokens"))
+    logits_BC = apply()
     return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
 
 
@@ -169,7 +174,7 @@ _jitted = jax.jit(  # kept for more calls with an equal model
 def why_unread(pretrained: Pretrained, source: Source, record: int) -> str:
     """Why the mask of a record is 0."""
     ops, _ = preparation(pretrained.spec, source.image_shape)
-    return why_masked(source, [parse_ops(ops, pretrained.spec.image_size)[0]], record)[1]
+    return why_masked(source, [parse_ops(ops, pretrained.spec.need_size())[0]], record)[1]
 
 
 def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:

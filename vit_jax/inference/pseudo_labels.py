@@ -178,7 +178,7 @@ def _open_images(
         name,
         split=split,
         data_dir=study.unlabelled_dir or d.data_dir,
-        image_size=spec.image_size,
+        image_size=spec.need_size(),
         divider=divider,
         **spec.reading._asdict(),
         reader=d.reader,

@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,7 @@ def select(
     return np.sort(np.concatenate([np.zeros(0, np.int64), *chosen]))
 
 
-def agreement(records: Sequence[int], label_n: np.ndarray, true_n: np.ndarray) -> float:
+def agreement(records: np.ndarray, label_n: np.ndarray, true_n: np.ndarray) -> float:
     """Share of different `records` whose pseudo label is the true one, of those that have one.
 
     `true_n`: -1 for a record without a label. NaN: none of `records` has one.
