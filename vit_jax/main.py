@@ -79,8 +79,8 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     overrides, rest, words = [], [], iter(argv)
     for word in words:
         if word.startswith("--config."):
-            key, equals, value = word.removeprefix("--config.").partition("=")
-            value = value if equals else next(words, None)
+            key, equals, after = word.removeprefix("--config.").partition("=")
+            value = after if equals else next(words, None)
             if value is None or (value.startswith("--") and not equals):
                 raise InputError(f"{word}: no value; write {word}=VALUE")
             overrides.append((key, value))
@@ -138,7 +138,7 @@ def _say_flag(given: str, parser: argparse.ArgumentParser, command: str) -> str:
 
 def _overview() -> str:
     """Description of the program, followed by one line per command."""
-    heads = {name: find_command(name).__doc__.partition("\n")[0] for name in COMMANDS}
+    heads = {name: (find_command(name).__doc__ or "").partition("\n")[0] for name in COMMANDS}
     lines = [f"  {name:<10} {head}" for name, head in heads.items()]
     return "\n".join([
         __doc__, "Commands:", *lines, "", "COMMAND --help shows its flags and examples.",

@@ -25,7 +25,7 @@ def main(flags: argparse.Namespace) -> int:
                     for name in flags.names if name not in shipped])  # fmt: skip
     for name in flags.names or shipped:
         config = import_config(shipped[name])
-        head, _, text = config.__doc__.partition("\n")
+        head, _, text = (config.__doc__ or "").partition("\n")
         print(f"{name}: {head}")
         if flags.names:
             print(

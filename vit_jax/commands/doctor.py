@@ -139,8 +139,10 @@ def _features(model: str, source: "Source") -> "tuple[np.ndarray, np.ndarray]":
     from vit_jax.inference.outputs import outputs, without_masked
 
     records = spread(_LOOKED_AT, source.num_examples)
-    how = {"what": "features", "batch_size": 64, "progress": False, "record_ids": records}
-    parts = outputs(transfer.read_pretrained(model), source, **how)
+    pretrained = transfer.read_pretrained(model)
+    parts = outputs(
+        pretrained, source, what="features", batch_size=64, progress=False, record_ids=records
+    )
     return records, np.concatenate([without_masked(x, batch) for x, batch in parts])
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import shlex
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,10 +43,9 @@ if TYPE_CHECKING:
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_data_flags(parser)
-    repeated = {"action": "append", "default": []}
     parser.add_argument(
         "--against", metavar="NAME:SPLIT", help="a set whose pictures SOURCE must not have",
-        **repeated,
+        action="append", default=[],
     )  # fmt: skip
     parser.add_argument(
         "--against_dir", metavar="DIR", help="folder of these sets; default: the folder of SOURCE"
@@ -57,7 +57,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--features", metavar="FILE",
         help="of `predict --features=FILE.npz`, first for SOURCE, then for each --against",
-        **repeated,
+        action="append", default=[],
     )  # fmt: skip
     parser.add_argument(
         "--similarity", type=float, default=0.95,
@@ -94,7 +94,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.insight.pages import write_page
     from vit_jax.insight.tables import as_csv
 
-    runner, finder = in_processes(flags.workers), found_in.pairs_here
+    runner = in_processes(flags.workers)
+    finder: Callable[[Sequence[found_in.Part], int], np.ndarray] = found_in.pairs_here
     if flags.beam is not None:
         need_package("--beam", "apache_beam", "curation")
         from vit_jax.curation.beam import on_beam, pairs_on_beam
@@ -131,9 +132,11 @@ def _sets(flags: argparse.Namespace) -> list["Data"]:
     sets = [own]
     for text in reversed(flags.against):
         name, split = split_name(text)
-        other = {"name": name, "split": split, "data_dir": flags.against_dir or own.data_dir}
-        other |= {"own": own.own if name == own.name else {}, "text_length": None}
-        sets.insert(0, dataclasses.replace(own, **other, multi_label=False))
+        other = dataclasses.replace(
+            own, name=name, split=split, data_dir=flags.against_dir or own.data_dir,
+            own=own.own if name == own.name else {}, text_length=None, multi_label=False,
+        )  # fmt: skip
+        sets.insert(0, other)
         if (name, split, sets[0].data_dir) == (own.name, own.split, own.data_dir):
             raise InputError(f"--against={text}: is SOURCE itself; leave it out")
     return sets

@@ -79,9 +79,11 @@ def main(flags: argparse.Namespace) -> int:
         read_rows(flags.table)  # raises unless it is a table
     if flags.data is not None:
         flags.overrides += [("data.name", "arrays"), ("data.data_dir", flags.data)]
+    run = None
     if of_run:
         workdir = files.absolute(flags.workdir)
         config, trained = load_run(workdir, flags.overrides)
+        run = workdir, trained
     else:
         config = load_valid_config(flags)
         check_evaluates_any(config, f"--config={flags.config}")
@@ -99,10 +101,11 @@ def main(flags: argparse.Namespace) -> int:
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(write_results, flags.output)
-    if of_run:
-        model = StoredModel(workdir, trained, flags.best)
-    else:
-        model = transfer.read_pretrained(flags.init_from, best=flags.best)
+    model = (
+        transfer.read_pretrained(flags.init_from, best=flags.best)
+        if run is None
+        else StoredModel(*run, flags.best)
+    )
     results = evaluate_model(Settings.of(config), model, see, dict(flags.overrides))
     if jax.process_index() == 0:
         finite = writers.finite_or_none(results)

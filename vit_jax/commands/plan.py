@@ -130,8 +130,8 @@ def _list_recipes(flags: argparse.Namespace) -> int:
     from vit_jax.planning.plan_tables import recipes_table
     from vit_jax.planning.recipe_costs import affordable, without_costs
 
-    known = _known(flags)
-    found = affordable(flags.budget, target, **known)
+    price, goodput = flags.price_per_chip_hour, _known(flags)["goodput"]
+    found = affordable(flags.budget, target, price, goodput)
     if flags.format == "json":
         return _show(flags, found.rows, None, bool(found.rows))
     draw = functools.partial(recipes_table, asked=target.name, without=without_costs(target))

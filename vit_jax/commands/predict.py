@@ -142,7 +142,7 @@ def main(flags: argparse.Namespace) -> int:
 
 def _read_inputs(
     flags: argparse.Namespace,
-) -> tuple[_Given, tuple[str, ...] | None, tuple[str, ...] | None]:
+) -> tuple[_Given, tuple[str, ...] | None, tuple[str, ...]]:
     """The images, the labels and the prompts; flags with files to write become paths.
 
     Raises:
@@ -167,7 +167,7 @@ def _read_inputs(
     if not given.paths:
         wrong += [f"{path}: {fault}" for path, fault in given.faults.items()]
     collect_faults(wrong)
-    return given, labels, prompts
+    return given, labels, prompts or ()
 
 
 def _save_features(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
@@ -180,8 +180,8 @@ def _search(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) 
     from vit_jax.inference import neighbours
 
     top, asked = flags.top or 5, (flags.neighbours, flags.text, given.paths)
-    rows = neighbours.nearest(pretrained, *asked, top=top, batch_size=flags.batch_size)
-    rows = [*rows, *given.absent]
+    found = neighbours.nearest(pretrained, *asked, top=top, batch_size=flags.batch_size)
+    rows = [*found, *given.absent]
     code = _print_rows(rows, flags.format, top, _NEIGHBOURS)
     if flags.sheet:
         neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
@@ -360,12 +360,12 @@ def _print_rows(
         print(as_csv([head]).decode(), end="")
     for row in rows:
         num_errors += "error" in row
-        found, asked = row.get(what.key, []), row.get("file", row.get("text"))
+        found, asked = row.get(what.key, []), row["file" if "file" in row else "text"]
         if format == "csv":
             pairs = [(one[what.name], f"{one[what.value]:.6g}") for one in found]
-            if num_columns is None:
-                pairs = [tuple(map(";".join, zip(*pairs, strict=True)))]
             cells = [cell for pair in pairs for cell in pair]
+            if num_columns is None:
+                cells = [*map(";".join, zip(*pairs, strict=True))]
             cells += [""] * (2 * (num_columns or 1) - len(cells))
             print(as_csv([[asked, *cells, row.get("error")]]).decode(), end="")
         elif format == "json":

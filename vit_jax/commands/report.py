@@ -19,9 +19,10 @@ each --figures, and where the runs come from. It needs: pip install -e '.[report
 """
 
 import argparse
+import functools
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -51,14 +52,17 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="workdirs of runs and studies, or folders of them"
     )
-    repeated = {"action": "append", "default": []}
-    paths = repeated | {"type": files.absolute}
     parser.add_argument(
-        "--output", metavar="FILE",
-        help="FILE.html; curves as FILE.png, .pdf or .svg; tables as FILE.csv or .tex", **paths,
+        "--output", metavar="FILE", action="append", default=[], type=files.absolute,
+        help="FILE.html; curves as FILE.png, .pdf or .svg; tables as FILE.csv or .tex",
     )  # fmt: skip
-    parser.add_argument("--figures", metavar="DIR", help="folder with PNGs to show", **paths)
-    parser.add_argument("--metric", metavar="NAME", help="metric to draw", **repeated)
+    parser.add_argument(
+        "--figures", metavar="DIR", action="append", default=[], type=files.absolute,
+        help="folder with PNGs to show",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append", default=[], help="metric to draw"
+    )
     define_format_flag(parser)
 
 
@@ -92,15 +96,16 @@ def main(flags: argparse.Namespace) -> int:
         for kind, table in (("config", config), ("metrics", last))
         for name, values in table.items()
     ]
-    make = {
+
+    def draw(form: str) -> bytes:
+        return plots.as_file(plots.draw_runs(found, curves), form[1:])
+
+    make: dict[str, Callable[[], str | bytes]] = {
         ".html": lambda: report.write(found, studies, flags.figures, flags.metric),
         ".csv": lambda: tables.as_csv([("kind", "name", *names), *rows]),
         ".tex": lambda: runs.as_latex(found, flags.metric).encode(),
     }
-    make |= {
-        form: lambda form=form: plots.as_file(plots.draw_runs(found, curves), form[1:])
-        for form in _IMAGES
-    }
+    make |= {form: functools.partial(draw, form) for form in _IMAGES}
     contents = [make[output.suffix]() for output in flags.output]  # all, or none is written
     for output, content in zip(flags.output, contents, strict=True):
         files.write_whole(output, content)
