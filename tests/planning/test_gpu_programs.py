@@ -15,8 +15,8 @@ from read_settings import settings_of
 from vit_jax import planning
 from vit_jax.config import base_config
 from vit_jax.config.text import load_config
-from vit_jax.devices.chips import CHIPS, find_slice
-from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda, peak_flops
+from vit_jax.devices.chips import CHIPS, find_slice, peak_flops
+from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
 from vit_jax.planning.compiled import collective_table, compile_plan, kernel_table
 from vit_jax.planning.estimates import estimate
@@ -164,8 +164,10 @@ def test_zeros_that_the_compiler_pads_do_not_count():
 def test_every_gpu_is_described():
     assert set(GPUS) == {name for name, chip in CHIPS.items() if chip.is_gpu}
     for name, gpu in GPUS.items():
-        assert gpu.memory_bytes_per_s == pytest.approx(CHIPS[name].hbm_bytes_per_s, rel=0.05)
-    text = describe_to_xla("A100-40GB")
+        chip = CHIPS[name]
+        assert chip.hbm_bytes_per_s == gpu.memory_bytes_per_s
+        assert chip.usable_bytes == int(0.75 * gpu.memory_bytes)
+    text = describe_to_xla(GPUS["A100-40GB"], CHIPS["A100-40GB"].device_kinds[0])
     assert 'device_description_str: "NVIDIA A100-SXM4-40GB"' in text
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
 

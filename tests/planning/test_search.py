@@ -312,7 +312,7 @@ def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
 def test_gpus_take_no_risk_where_another_layout_fits(planned):
     """No compiler refuses what does not fit."""
     gpus = Target(Slice("H100:16", "H100", 16, 2), may_compile=False)
-    # 54.5 of 55.88 GiB without remat, 72.5, and with which also the smallest layout may not fit.
+    # 54.5 of 59.33 GiB without remat, 72.5, and with which also the smallest layout may not fit.
     for by_layer, remat in [(4.5, "dots"), (6, "dots"), (45, "full")]:
         planned.by_layer = by_layer
         chosen = choose(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))

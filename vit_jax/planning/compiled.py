@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from vit_jax.config import Settings
 from vit_jax.devices import flops
-from vit_jax.devices.gpus import peak_flops
+from vit_jax.devices.chips import peak_flops
 from vit_jax.planning import hlo
 from vit_jax.planning.calculated import scanned
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels

@@ -136,7 +136,8 @@ def find_devices(target: Target) -> list[Any]:
         return describe_devices(target)
     options: dict[str, Any] = {}
     if target.chip.is_gpu:
-        options["target_config"] = describe_to_xla(target.slice.chip)
+        kind = target.chip.device_kinds[0]
+        options["target_config"] = describe_to_xla(GPUS[target.slice.chip], kind)
         hosts = target.slice.num_hosts
         options["topology"] = f"1x{hosts}x{target.num_chips // hosts}"
         return list(topologies.get_topology_desc("", "cuda", **options).devices)
