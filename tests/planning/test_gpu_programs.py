@@ -1,13 +1,16 @@
 """Plans for GPUs by their compiler: a stored program, and compilations where CUDA is installed."""
 
+import dataclasses
 import json
 import logging
 import lzma
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from opened import with_known_facts
 from read_settings import settings_of
@@ -65,6 +68,14 @@ def test_exchanges_count_and_some_wait(stored):
     assert [(each.size, each.count) for each in gathers[1:]] == [(layer, 3), (layer, 3)]
     (waits,) = [row for row in rows if not row["asynchronous"]]
     assert (waits["kind"], waits["bytes"]) == ("all-reduce", 4)
+
+
+def test_processes_of_one_host_exchange_over_its_network(stored, monkeypatch):
+    program, mesh = stored
+    devices = [dataclasses.replace(device, process_index=device.id) for device in mesh.devices.flat]
+    alike = types.SimpleNamespace(shape=mesh.shape, devices=np.array(devices))
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    assert collective_table(program, alike, H100) == collective_table(program, mesh, H100)
 
 
 def test_kernels_by_count(stored):

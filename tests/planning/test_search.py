@@ -415,11 +415,23 @@ def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys
 @pytest.mark.parametrize(
     "target",
     [*map(Target, SLICES.values()), Target(SLICES["v5e:4x4"], 2),
-     Target(Slice("H100:16", "H100", 16, 2))],
+     Target(Slice("H100:16", "H100", 16, 2)), Target(Slice("A10G:8", "A10G", 8, 2))],
     ids=str,
 )  # fmt: skip
 def test_the_hardware_is_known_by_its_devices(target):
     assert target_of(describe_devices(target)) == target
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [("NVIDIA A10G", "A10G"), ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+     ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"), ("NVIDIA H100 PCIe", "H100-PCIe"),
+     ("NVIDIA H100 NVL", "H100-NVL"), ("NVIDIA H200 NVL", "H200-NVL")],
+)  # fmt: skip
+def test_gpus_with_a_process_each_are_on_one_host(kind, chip, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    devices = [DescribedDevice(i, i, kind, "gpu", slice_index=i // 4) for i in range(8)]
+    assert target_of(devices).slice == Slice(f"{chip}:8", chip, 8, 2)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,14 @@ CHIPS: dict[str, Chip] = {
         "NVIDIA A100 80GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
         has_nvlink=True,
     ),
+    "A100-PCIe": _gpu(
+        GPUS["A100-PCIe"], 312e12, (32e9, _SHARED_NETWORK), ("NVIDIA A100 80GB PCIe",),
+        "NVIDIA A100 80GB PCIe data sheet; PCIe 4.0 x16; network: assumed",
+    ),
+    "A100-40GB-PCIe": _gpu(
+        GPUS["A100-40GB-PCIe"], 312e12, (32e9, _SHARED_NETWORK), ("NVIDIA A100-PCIE-40GB",),
+        "NVIDIA A100 40GB PCIe data sheet; PCIe 4.0 x16; network: assumed",
+    ),
     "A100-40GB": _gpu(
         GPUS["A100-40GB"], 312e12, (300e9, 25e9), ("NVIDIA A100-SXM4-40GB",),
         "NVIDIA A100 40GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
@@ -127,10 +135,25 @@ CHIPS: dict[str, Chip] = {
         "NVIDIA H100 SXM data sheet; network: DGX H100, 8 x 400 Gbit/s",
         has_nvlink=True,
     ),
+    "H100-PCIe": _gpu(
+        GPUS["H100-PCIe"], 756e12, (64e9, _SHARED_NETWORK), ("NVIDIA H100 PCIe",),
+        "NVIDIA H100 PCIe data sheet, half of its figure with sparsity; PCIe 5.0 x16; network: "
+        "assumed",
+    ),
+    "H100-NVL": _gpu(
+        GPUS["H100-NVL"], 835e12, (64e9, _SHARED_NETWORK), ("NVIDIA H100 NVL",),
+        "NVIDIA H100 NVL data sheet, half of its figure with sparsity; PCIe 5.0 x16, as only pairs "
+        "have NVLink; network: assumed",
+    ),
     "H200": _gpu(
         GPUS["H200"], 989e12, (450e9, 50e9), ("NVIDIA H200",),
         "NVIDIA H200 SXM data sheet; network: DGX H200, 8 x 400 Gbit/s",
         has_nvlink=True,
+    ),
+    "H200-NVL": _gpu(
+        GPUS["H200-NVL"], 835e12, (64e9, _SHARED_NETWORK), ("NVIDIA H200 NVL",),
+        "NVIDIA H200 NVL data sheet, half of its figure with sparsity; PCIe 5.0 x16, as only "
+        "some have NVLink; network: assumed",
     ),
     "B200": _gpu(
         GPUS["B200"], 2250e12, (900e9, 50e9), ("NVIDIA B200",),
@@ -148,6 +171,10 @@ CHIPS: dict[str, Chip] = {
     "A10": _gpu(
         GPUS["A10"], 125e12, (32e9, _SHARED_NETWORK), ("NVIDIA A10",),
         "NVIDIA A10 data sheet; PCIe 4.0 x16; network: assumed",
+    ),
+    "A10G": _gpu(
+        GPUS["A10G"], 70e12, (32e9, _SHARED_NETWORK), ("NVIDIA A10G",),
+        "NVIDIA A10G data sheet by AWS; PCIe 4.0 x16; network: assumed",
     ),
     "RTX4090": _gpu(
         GPUS["RTX4090"], 165.2e12, (32e9, _SHARED_NETWORK),
@@ -218,6 +245,10 @@ class Slice(NamedTuple):
     chip: str
     num_chips: int
     num_hosts: int
+
+    @property
+    def chips_per_host(self) -> int:
+        return self.num_chips // self.num_hosts
 
 
 def _tpu_slice(chip: str, shape: str) -> Slice:

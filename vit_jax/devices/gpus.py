@@ -62,6 +62,18 @@ GPUS: dict[str, Gpu] = {
     "RTX5090": Gpu((12, 0), 170, 128, 2.407, 32 * GB, 1792e9, 96 * MIB, 102_400, 101_376, 1536),
 }
 
+# Cards of the same architectures for PCIe, and a cloud's own.
+GPUS |= {
+    "A100-PCIe": GPUS["A100"]._replace(memory_bytes=79_050_250_240, memory_bytes_per_s=1935e9),
+    "A100-40GB-PCIe": GPUS["A100-40GB"],
+    "H100-PCIe": GPUS["H100"]._replace(cores=114, clock_ghz=1.755, memory_bytes_per_s=2039.04e9),
+    "H100-NVL": GPUS["H100"]._replace(
+        clock_ghz=1.785, memory_bytes=94 * GB, memory_bytes_per_s=3938e9
+    ),
+    "H200-NVL": GPUS["H200"]._replace(clock_ghz=1.785),
+    "A10G": GPUS["A10"]._replace(cores=80, clock_ghz=1.71),
+}
+
 # The same for all of them; cuDNN is the oldest that JAX takes.
 _COMMON = {
     "threads_per_block_limit": 1024,

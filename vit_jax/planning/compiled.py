@@ -20,7 +20,7 @@ from vit_jax.planning import hlo
 from vit_jax.planning.calculated import scanned
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
-from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
+from vit_jax.planning.targets import Target, host_of_gpu, plan_mesh, readable_mesh
 from vit_jax.run.teachers import planned_experiment
 
 logger = logging.getLogger("vit_jax")
@@ -120,8 +120,11 @@ def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[d
     """The collectives of a step, grouped by kind, mesh axes, network and asynchrony."""
     shape = tuple(mesh.shape.values())
     # Where a fast network ends: a slice of TPUs, or a host of GPUs.
-    end, beyond = ("process_index", "network") if target.chip.is_gpu else ("slice_index", "DCN")
-    homes = [getattr(device, end, None) for device in mesh.devices.flat]
+    is_gpu, beyond = target.chip.is_gpu, "network" if target.chip.is_gpu else "DCN"
+    homes = [
+        host_of_gpu(device) if is_gpu else getattr(device, "slice_index", None)
+        for device in mesh.devices.flat
+    ]
     rows: dict[tuple, dict[str, Any]] = {}
     for each in program.collectives():
         places = np.unravel_index(each.groups[0], shape)
