@@ -156,7 +156,7 @@ ENTRY %main (k: f32[5,3,3,4], g: f32[8,2,2,4], x: f32[10,3]) -> f32[2,3,3] {
   %x = f32[10,3]{1,0} parameter(2)
   %edged = f32[5,6,6,4]{3,2,1,0} pad(%k, %zero), padding=0_0x1_2x1_2x0_0
   %kernel = f32[4,3,3,8]{3,2,1,0} fusion(%g), kind=kLoop, calls=%dilate
-  %swapped = (f32[5,4,4,8]{3,2,1,0}, u8[0]{0}) custom-call(%edged, %kernel), window={size=3x3}, dim_labels=b01f_i01o->b01f, custom_call_target="__cudnn$convForward"
+  %swapped = (f32[5,4,4,8]{3,2,1,0}, u8[4096]{0}) custom-call(%edged, %kernel), window={size=3x3}, dim_labels=b01f_i01o->b01f, custom_call_target="__cudnn$convForward"
   %longer = f32[12,3]{1,0} fusion(%x), kind=kLoop, calls=%rows
   %halves = f32[2,6,3]{2,1,0} bitcast(%longer)
   %sums = f32[2,3,3]{2,1,0} fusion(%halves, %halves), kind=kCustom, calls=%split
@@ -170,6 +170,11 @@ def test_zeros_that_the_compiler_pads_do_not_count():
     flops = [sum(work.flops.values()) for work in Program(PADDED).work()]
     pairs = (3 * 3) * (2 * 2) * 5 * 4 * 8
     assert [n for n in flops if n] == [2 * pairs, 2 * 10 * 3 * 3, 2 * 16 * 3 * 3]
+
+
+def test_working_memory_of_a_library_is_no_traffic():
+    (call,) = [work for work in Program(PADDED).work() if "cudnn" in work.kind]
+    assert call.bytes == 4 * (5 * 6 * 6 * 4 + 4 * 3 * 3 * 8 + 5 * 4 * 4 * 8)
 
 
 def test_every_gpu_is_described():

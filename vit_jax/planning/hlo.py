@@ -22,6 +22,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 # Take no time and move nothing, but for what they call.
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
          "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
+_WORKSPACE = re.compile(r", [us]8\[\d+\](\{[^{}]*\})?\)$")  # the last result of a library's call
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
 
 
@@ -197,7 +198,7 @@ class Program:
             return 2 * _hbm_bytes(types[1])
         body = next((self._computations.get(name, {}) for name in called_by(each, "calls")), {})
         read = [_hbm_bytes(kind) for kind in types]
-        written = _hbm_bytes(each.type)
+        written = _hbm_bytes(_WORKSPACE.sub("", each.type) if _calls_library(each) else each.type)
         for i, parameter in parameters(body).items():
             users = [other for other in body.values() if parameter in other.operands]
             if i >= len(read) or not read[i] or not users:
@@ -277,6 +278,11 @@ def _kind(each: Instruction) -> str:
         return target_of_call(each.attributes) or each.opcode.removesuffix("-start")
     kinds = re.findall(r'"fusion_backend_config":\{"kind":"(\w+)"|\bkind=(\w+)', each.attributes)
     return f"fusion {next(filter(None, kinds[-1]))}" if kinds else "fusion"
+
+
+def _calls_library(each: Instruction) -> bool:
+    """Whether it calls cuBLAS or cuDNN, whose working memory is a result too."""
+    return (target_of_call(each.attributes) or "").startswith("__cu")
 
 
 def _elements(kind: str) -> list[str]:
