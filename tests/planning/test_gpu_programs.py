@@ -57,6 +57,7 @@ def test_flops_are_those_of_the_jaxpr(stored):
         expected = planned_experiment(settings_of(config), mesh).flops_per_step
     found = 8 * sum(work.count * sum(work.flops.values()) for work in program.work())
     assert found == pytest.approx(expected, rel=1e-6)
+    assert program.work() is program.work()  # one walk for all figures
 
 
 def test_exchanges_count_and_some_wait(stored):

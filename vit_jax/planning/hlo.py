@@ -3,6 +3,7 @@
 A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -173,6 +174,10 @@ class Program:
 
     def work(self) -> list[Work]:
         """The instructions that run one after the other, without those inside of fusions."""
+        return self._work
+
+    @functools.cached_property
+    def _work(self) -> list[Work]:
         found: list[Work] = []
         for place in self._places():
             each, siblings = place.instruction, place.siblings
