@@ -21,7 +21,12 @@ from vit_jax.config.text import load_config
 from vit_jax.devices.chips import CHIPS, find_slice, peak_flops
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
-from vit_jax.planning.compiled import collective_table, compile_plan, kernel_table
+from vit_jax.planning.compiled import (
+    collective_table,
+    compile_plan,
+    kernel_table,
+    scheduled_s,
+)
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.products import count_flops
@@ -95,12 +100,68 @@ def test_time_by_kernels_stands_beside_the_share_of_the_peak():
         "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
         "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": 1e9,
         "compiler_cycles": None, "kernels": kernels,
-        "collectives": [{"network": "NVLink", "asynchronous": False, "sent_bytes": 450e9}],
+        "collectives": [], "scheduled_s": {"kernels": 0.75, "exchanges": 1.5, "step": 1.75},
     }  # fmt: skip
     found = estimate(figures, None)
+    hidden, added = (found["by_kernel"][f"collectives_{how}_s"] for how in ("hidden", "added"))
+    assert (hidden, added) == (0.5, 1.0)
     assert found["by_kernel"]["step_s"] == 1.75 and found["run"]["by"] == "at_utilisation"
     assert any("without a device" in said for said in found["by_kernel"]["assumptions"])
     assert not found["roofline"]["is_minimum"]
+
+
+# Two passes of a loop gather while a copy runs, and then wait; the sum after it waits too.
+SCHEDULED = """
+HloModule jit_step, num_partitions=8
+
+%body (p: (s32[], f32[1000000])) -> (s32[], f32[1000000]) {
+  %p = (s32[], f32[1000000]{0}) parameter(0)
+  %x = f32[1000000]{0} get-tuple-element(%p), index=1
+  %gather = (f32[1000000]{0}, f32[8000000]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
+  %turned = f32[1000000]{0} negate(%x)
+  %gathered = f32[8000000]{0} all-gather-done(%gather)
+  ROOT %next = (s32[], f32[1000000]{0}) tuple(%i, %turned)
+}
+
+%condition (q: (s32[], f32[1000000])) -> pred[] {
+  %q = (s32[], f32[1000000]{0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[1000000])) -> f32[1000000] {
+  %a = (s32[], f32[1000000]{0}) parameter(0)
+  %loop = (s32[], f32[1000000]{0}) while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %y = f32[1000000]{0} get-tuple-element(%loop), index=1
+  %sum = f32[1000000]{0} all-reduce-start(%y), replica_groups=[1,8]<=[8]
+  %small = f32[1000]{0} all-reduce-start(%z), replica_groups=[1,8]<=[8]
+  %more = f32[1000]{0} all-reduce-done(%small)
+  ROOT %summed = f32[1000000]{0} all-reduce-done(%sum)
+}
+"""  # noqa: E501
+
+
+def test_steps_wait_for_exchanges_by_their_schedule(stored):
+    """One at a time, also those that start in another order than they are listed in."""
+    times = scheduled_s(Program(SCHEDULED), stored[1], H100)
+    chip = CHIPS["H100"]
+    kernel = 8e6 / chip.hbm_bytes_per_s
+    gather, sum_of_all, small = (
+        1e-5 + share * 7 / 8 * size / chip.fast_bytes_per_s
+        for share, size in ((1, 32e6), (2, 4e6), (2, 4e3))
+    )
+    exchanges = 2 * gather + sum_of_all + small
+    assert times == pytest.approx(
+        {"kernels": 2 * kernel, "exchanges": exchanges, "step": exchanges}
+    )
+
+
+def test_the_step_of_a_stored_program_waits(stored):
+    program, mesh = stored
+    times = scheduled_s(program, mesh, H100)
+    rows = kernel_table(program, H100)
+    assert times["kernels"] == pytest.approx(sum(row["roofline_s"] for row in rows))
+    assert sum(each.count for each in program.collectives()) * 1e-5 < times["exchanges"]
+    assert times["kernels"] < times["step"] < times["kernels"] + times["exchanges"]
 
 
 GEMM = ('custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'

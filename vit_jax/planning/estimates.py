@@ -40,7 +40,7 @@ def estimate(
     estimates: dict[str, Any] = {"roofline": roofline, "compiler": None, "at_utilisation": None}
     estimates["by_kernel"] = None
     if chip.is_gpu and figures["kernels"]:
-        estimates["by_kernel"] = _by_kernel(figures, chip, hidden, added)
+        estimates["by_kernel"] = _by_kernel(figures, chip)
     if share_of_peak is not None:
         by, step = "at_utilisation", _as_measured(figures, chip, share_of_peak)
     elif _is_timed_by_compiler(figures, chip):
@@ -189,21 +189,23 @@ def _by_compiler(
         "the compiler's cycles, with kernels' cycles by their schedules, at "
         f"{chip.cycles_per_s / 1e9:g} GHz"
     )
-    return _with_collectives(figures, chip, compute_s, hidden, added, [told])
+    waits = "asynchronous collectives hide behind computation, the others add to it"
+    return _with_collectives(figures, chip, compute_s, hidden, added, [told, waits])
 
 
-def _by_kernel(
-    figures: Mapping[str, Any], chip: Chip, hidden: float, added: float
-) -> dict[str, Any]:
-    """A step's time by the roofline of each kernel, with the seconds of the collectives."""
-    compute_s = sum(row["roofline_s"] for row in figures["kernels"])
+def _by_kernel(figures: Mapping[str, Any], chip: Chip) -> dict[str, Any]:
+    """A step's time by the roofline of each kernel, in XLA's schedule; see `scheduled_s`."""
+    times = figures["scheduled_s"]
+    added = times["step"] - times["kernels"]
     told = [
         "each kernel at the peak of its products or of the memory, one after the other, in no time "
         "to start",
         "products as they are compiled without a device, which would choose the fastest of several "
         "kernels",
+        "one exchange at a time, 10 us to start; the step waits where XLA's schedule does",
     ]
-    return _with_collectives(figures, chip, compute_s, hidden, added, told)
+    hidden = max(times["exchanges"] - added, 0.0)
+    return _with_collectives(figures, chip, times["kernels"], hidden, added, told)
 
 
 def _with_collectives(
@@ -226,7 +228,6 @@ def _with_collectives(
             f"the chip's peaks ({chip.source})",
             *_common_assumptions(figures, chip),
             *told,
-            "asynchronous collectives hide behind computation, the others add to it",
         ],
     }
 

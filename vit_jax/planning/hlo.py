@@ -92,14 +92,29 @@ class Program:
         if self._entry is None:
             raise ValueError("no entry computation: this is not the text of a compiled program")
 
-    @property
-    def schedule(self) -> list[Instruction]:
-        """The instructions outside of loops and fusions, in the order in which they start."""
-        assert self._entry is not None
-        return list(self._computations[self._entry].values())
+    def executed(self, computation: str | None = None) -> Iterator[Instruction]:
+        """The instructions outside of fusions, in the order in which they start, loops repeated."""
+        for each in self._computations.get(computation or str(self._entry), {}).values():
+            yield each
+            bodies = called_by(each, "branch_computations") if each.opcode == "conditional" else []
+            if each.opcode == "while":
+                times = self._trip_count(each, *called_by(each, "condition"))
+                bodies = called_by(each, "body") * times
+            elif each.opcode == "call":
+                bodies = called_by(each, "to_apply")
+            for body in bodies:
+                yield from self.executed(body)
 
     def collectives(self) -> list[Collective]:
-        """All collectives of the program.
+        """All collectives of the program; see `_collectives`."""
+        return [each for each in self._collectives().values() if len(each.groups[0]) > 1]
+
+    def started(self) -> dict[str, Collective]:
+        """{name: collective} of instructions that each start one, as on GPUs all do."""
+        return {name: each for (*_, name), each in self._collectives().items()}
+
+    def _collectives(self) -> dict[tuple, Collective]:
+        """{(computation, ..., name, or number of several instructions that are one): collective}.
 
         An asynchronous collective appears in several fusions (start, steps, end) with one chain,
         or else one channel, and is counted once, also if a loop runs between its start and its end
@@ -143,7 +158,7 @@ class Program:
                 min(place.count, earlier.count if earlier else place.count),
                 asynchronous or bool(earlier and earlier.asynchronous),
             )
-        return [each for each in found.values() if len(each.groups[0]) > 1]
+        return found
 
     def products(self) -> Counter[str]:
         """{type of the result: how often a device computes a matrix product with it}."""
