@@ -94,7 +94,7 @@ def test_kernels_by_count(stored):
     assert products["roofline_s"] >= products["bytes"] / CHIPS["H100"].hbm_bytes_per_s * 0.999
 
 
-def test_time_by_kernels_stands_beside_the_share_of_the_peak():
+def test_time_by_kernels_decides_if_it_is_longer_than_by_the_share_of_the_peak():
     kernels = [{"name": "a", "count": 1, "roofline_s": 0.25}, {"name": "b", "roofline_s": 0.5}]
     figures = {
         "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
@@ -108,6 +108,10 @@ def test_time_by_kernels_stands_beside_the_share_of_the_peak():
     assert found["by_kernel"]["step_s"] == 1.75 and found["run"]["by"] == "at_utilisation"
     assert any("without a device" in said for said in found["by_kernel"]["assumptions"])
     assert not found["roofline"]["is_minimum"]
+    assert found["run"]["step_s"] == 1.75
+    assert any("bound by its kernels" in said for said in found["at_utilisation"]["assumptions"])
+    figures["scheduled_s"] = {"kernels": 1e-9, "exchanges": 0.0, "step": 1e-9}
+    assert estimate(figures)["run"]["step_s"] == pytest.approx(1e12 / (0.4 * 8 * 989e12))
 
 
 # Two passes of a loop gather while a copy runs, and then wait; the sum after it waits too.
