@@ -29,6 +29,7 @@ from vit_jax.planning.compiled import (
 )
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.hlo import Program
+from vit_jax.planning.plan_tables import memory_table
 from vit_jax.planning.products import count_flops
 from vit_jax.planning.targets import Target, plan_mesh, start_planning
 from vit_jax.run.teachers import planned_experiment
@@ -274,6 +275,19 @@ def test_without_cuda_the_log_names_the_extra(monkeypatch, caplog):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     start_planning(Target(find_slice("H100:8")))
     assert "pip install -e '.[cuda]'" in caplog.text and "CUDA" in caplog.text
+
+
+def test_a_compiled_plan_says_what_the_step_gets_and_what_it_updates_in_place():
+    """With devices of this host, whose compiler takes a GPU's place."""
+    settings = settings_of(tiny_config(**{"model.depth": 1}))
+    figures = compile_plan(settings, H100, jax.devices())
+    memory = figures["memory_bytes"]
+    state = sum(memory[name] for name in ("params", "optimizer", "ema", "other_state"))
+    # Keys and constants are arguments too, and have a few bytes.
+    assert memory["arguments"] == pytest.approx(state + memory["batch"], rel=0.01)
+    assert memory["updated_in_place"] == pytest.approx(state, rel=0.01)
+    shown = memory_table(figures, "device").columns[0].cells
+    assert {"arguments", "updated in place"} <= set(shown)
 
 
 @needs_cuda

@@ -64,8 +64,12 @@ def compile_plan(
     logger.info("%s after %.0f s", "compiled" if compiled else "does not fit", compile_s)
     program = None
     if compiled is not None:
-        stats = flops.expected_memory(compiled.memory_analysis())
+        analysis = compiled.memory_analysis()
+        stats = flops.expected_memory(analysis)
         memory |= {"temporaries": stats.temporaries, "peak": stats.total}
+        if target.chip.is_gpu:
+            aliased = analysis.alias_size_in_bytes
+            memory |= {"arguments": stats.arguments, "updated_in_place": aliased}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs for tpu7x have no text
             program = hlo.Program(compiled.as_text())
     cycles = program and program.cycles()
