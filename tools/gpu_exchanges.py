@@ -2,10 +2,8 @@
 
 python tools/gpu_exchanges.py RECIPE [KEY=VALUE...] [-- OPTION=VALUE...]
 
-It prints one row for XLA's defaults and, if OPTIONs are given, one row for these. RECIPE must give
-unrolled layers. A kernel takes its roofline time. An exchange takes 10 us to start, and then the
-time to send a device's bytes by the ring algorithm. One exchange runs at a time, beside the
-kernels. The tool needs JAX's plugin for CUDA, and no GPU.
+It prints one row for XLA's defaults and, if OPTIONs are given, one row for these, by
+`planning.compiled.scheduled_s`. The tool needs JAX's plugin for CUDA, and no GPU.
 """
 
 import json
@@ -17,35 +15,14 @@ import jax
 from vit_jax.config import Settings
 from vit_jax.config.text import load_config
 from vit_jax.devices.chips import find_slice
-from vit_jax.planning.compiled import bounds_of
-from vit_jax.planning.hlo import COLLECTIVES, Program
+from vit_jax.planning.compiled import scheduled_s
+from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, plan_mesh, start_planning
 from vit_jax.run.setup.opener import Tables
 from vit_jax.run.setup.resolve import resolve
 from vit_jax.run.teachers import planned_experiment
 
 H100 = Target(find_slice("H100:8"))
-START_S = 1e-5
-
-
-def times(program: Program, target: Target) -> tuple[float, float, float]:
-    """Seconds of the kernels, of the exchanges, and of the step, in which some wait."""
-    works = {work.name: work for work in program.work()}
-    exchanges = iter(program.collectives())
-    kernels = sent = now = free = 0.0
-    ends = {}
-    for each in program.schedule:
-        work = works.get(each.name)
-        if work is not None and work.kind in COLLECTIVES:
-            seconds = next(exchanges).sent / target.chip.fast_bytes_per_s + START_S
-            free = ends[each.name] = max(now, free) + seconds
-            sent += seconds
-        elif work is not None:
-            seconds = max(bounds_of(work, target).values())
-            now, kernels = now + seconds, kernels + seconds
-        elif each.opcode.endswith("-done"):
-            now = max(now, ends.get(each.operands[0], now))
-    return kernels, sent, now
 
 
 def main(recipe: str, *words: str) -> None:
@@ -69,7 +46,8 @@ def main(recipe: str, *words: str) -> None:
         program = Program(compiled.as_text())
         found = program.collectives()
         counts = dict(Counter(f"{each.kind}, {each.size / 2**20:.1f} MiB" for each in found))
-        ms = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times(program, H100))
+        times = scheduled_s(program, mesh, H100)
+        ms = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times.values())
         gb = compiled.memory_analysis().temp_size_in_bytes / 1e9
         print(f"| {chosen} | {ms} | {gb:.2f} | {counts} |", flush=True)
 

@@ -1,13 +1,16 @@
 """Plans for GPUs by their compiler: a stored program, and compilations where CUDA is installed."""
 
+import dataclasses
 import json
 import logging
 import lzma
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from opened import with_known_facts
 from read_settings import settings_of
@@ -15,12 +18,18 @@ from read_settings import settings_of
 from vit_jax import planning
 from vit_jax.config import base_config
 from vit_jax.config.text import load_config
-from vit_jax.devices.chips import CHIPS, find_slice
-from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda, peak_flops
+from vit_jax.devices.chips import CHIPS, find_slice, peak_flops
+from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
-from vit_jax.planning.compiled import collective_table, compile_plan, kernel_table
+from vit_jax.planning.compiled import (
+    collective_table,
+    compile_plan,
+    kernel_table,
+    scheduled_s,
+)
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.hlo import Program
+from vit_jax.planning.plan_tables import memory_table
 from vit_jax.planning.products import count_flops
 from vit_jax.planning.targets import Target, plan_mesh, start_planning
 from vit_jax.run.teachers import planned_experiment
@@ -54,6 +63,7 @@ def test_flops_are_those_of_the_jaxpr(stored):
         expected = planned_experiment(settings_of(config), mesh).flops_per_step
     found = 8 * sum(work.count * sum(work.flops.values()) for work in program.work())
     assert found == pytest.approx(expected, rel=1e-6)
+    assert program.work() is program.work()  # one walk for all figures
 
 
 def test_exchanges_count_and_some_wait(stored):
@@ -67,6 +77,14 @@ def test_exchanges_count_and_some_wait(stored):
     assert (waits["kind"], waits["bytes"]) == ("all-reduce", 4)
 
 
+def test_processes_of_one_host_exchange_over_its_network(stored, monkeypatch):
+    program, mesh = stored
+    devices = [dataclasses.replace(device, process_index=device.id) for device in mesh.devices.flat]
+    alike = types.SimpleNamespace(shape=mesh.shape, devices=np.array(devices))
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    assert collective_table(program, alike, H100) == collective_table(program, mesh, H100)
+
+
 def test_kernels_by_count(stored):
     rows = kernel_table(stored[0], H100)
     counts = {row["name"]: row["count"] for row in rows}
@@ -77,18 +95,78 @@ def test_kernels_by_count(stored):
     assert products["roofline_s"] >= products["bytes"] / CHIPS["H100"].hbm_bytes_per_s * 0.999
 
 
-def test_time_by_kernels_stands_beside_the_share_of_the_peak():
+def test_time_by_kernels_decides_if_it_is_longer_than_by_the_share_of_the_peak():
     kernels = [{"name": "a", "count": 1, "roofline_s": 0.25}, {"name": "b", "roofline_s": 0.5}]
     figures = {
         "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
         "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": 1e9,
         "compiler_cycles": None, "kernels": kernels,
-        "collectives": [{"network": "NVLink", "asynchronous": False, "sent_bytes": 450e9}],
+        "collectives": [], "scheduled_s": {"kernels": 0.75, "exchanges": 1.5, "step": 1.75},
     }  # fmt: skip
     found = estimate(figures, None)
+    hidden, added = (found["by_kernel"][f"collectives_{how}_s"] for how in ("hidden", "added"))
+    assert (hidden, added) == (0.5, 1.0)
     assert found["by_kernel"]["step_s"] == 1.75 and found["run"]["by"] == "at_utilisation"
     assert any("without a device" in said for said in found["by_kernel"]["assumptions"])
     assert not found["roofline"]["is_minimum"]
+    assert found["run"]["step_s"] == 1.75
+    assert any("bound by its kernels" in said for said in found["at_utilisation"]["assumptions"])
+    figures["scheduled_s"] = {"kernels": 1e-9, "exchanges": 0.0, "step": 1e-9}
+    assert estimate(figures)["run"]["step_s"] == pytest.approx(1e12 / (0.4 * 8 * 989e12))
+
+
+# Two passes of a loop gather while a copy runs, and then wait; the sum after it waits too.
+SCHEDULED = """
+HloModule jit_step, num_partitions=8
+
+%body (p: (s32[], f32[1000000])) -> (s32[], f32[1000000]) {
+  %p = (s32[], f32[1000000]{0}) parameter(0)
+  %x = f32[1000000]{0} get-tuple-element(%p), index=1
+  %gather = (f32[1000000]{0}, f32[8000000]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
+  %turned = f32[1000000]{0} negate(%x)
+  %gathered = f32[8000000]{0} all-gather-done(%gather)
+  ROOT %next = (s32[], f32[1000000]{0}) tuple(%i, %turned)
+}
+
+%condition (q: (s32[], f32[1000000])) -> pred[] {
+  %q = (s32[], f32[1000000]{0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[1000000])) -> f32[1000000] {
+  %a = (s32[], f32[1000000]{0}) parameter(0)
+  %loop = (s32[], f32[1000000]{0}) while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %y = f32[1000000]{0} get-tuple-element(%loop), index=1
+  %sum = f32[1000000]{0} all-reduce-start(%y), replica_groups=[1,8]<=[8]
+  %small = f32[1000]{0} all-reduce-start(%z), replica_groups=[1,8]<=[8]
+  %more = f32[1000]{0} all-reduce-done(%small)
+  ROOT %summed = f32[1000000]{0} all-reduce-done(%sum)
+}
+"""  # noqa: E501
+
+
+def test_steps_wait_for_exchanges_by_their_schedule(stored):
+    """One at a time, also those that start in another order than they are listed in."""
+    times = scheduled_s(Program(SCHEDULED), stored[1], H100)
+    chip = CHIPS["H100"]
+    kernel = 8e6 / chip.hbm_bytes_per_s
+    gather, sum_of_all, small = (
+        1e-5 + share * 7 / 8 * size / chip.fast_bytes_per_s
+        for share, size in ((1, 32e6), (2, 4e6), (2, 4e3))
+    )
+    exchanges = 2 * gather + sum_of_all + small
+    assert times == pytest.approx(
+        {"kernels": 2 * kernel, "exchanges": exchanges, "step": exchanges}
+    )
+
+
+def test_the_step_of_a_stored_program_waits(stored):
+    program, mesh = stored
+    times = scheduled_s(program, mesh, H100)
+    rows = kernel_table(program, H100)
+    assert times["kernels"] == pytest.approx(sum(row["roofline_s"] for row in rows))
+    assert sum(each.count for each in program.collectives()) * 1e-5 < times["exchanges"]
+    assert times["kernels"] < times["step"] < times["kernels"] + times["exchanges"]
 
 
 GEMM = ('custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
@@ -145,7 +223,7 @@ ENTRY %main (k: f32[5,3,3,4], g: f32[8,2,2,4], x: f32[10,3]) -> f32[2,3,3] {
   %x = f32[10,3]{1,0} parameter(2)
   %edged = f32[5,6,6,4]{3,2,1,0} pad(%k, %zero), padding=0_0x1_2x1_2x0_0
   %kernel = f32[4,3,3,8]{3,2,1,0} fusion(%g), kind=kLoop, calls=%dilate
-  %swapped = (f32[5,4,4,8]{3,2,1,0}, u8[0]{0}) custom-call(%edged, %kernel), window={size=3x3}, dim_labels=b01f_i01o->b01f, custom_call_target="__cudnn$convForward"
+  %swapped = (f32[5,4,4,8]{3,2,1,0}, u8[4096]{0}) custom-call(%edged, %kernel), window={size=3x3}, dim_labels=b01f_i01o->b01f, custom_call_target="__cudnn$convForward"
   %longer = f32[12,3]{1,0} fusion(%x), kind=kLoop, calls=%rows
   %halves = f32[2,6,3]{2,1,0} bitcast(%longer)
   %sums = f32[2,3,3]{2,1,0} fusion(%halves, %halves), kind=kCustom, calls=%split
@@ -161,11 +239,18 @@ def test_zeros_that_the_compiler_pads_do_not_count():
     assert [n for n in flops if n] == [2 * pairs, 2 * 10 * 3 * 3, 2 * 16 * 3 * 3]
 
 
+def test_working_memory_of_a_library_is_no_traffic():
+    (call,) = [work for work in Program(PADDED).work() if "cudnn" in work.kind]
+    assert call.bytes == 4 * (5 * 6 * 6 * 4 + 4 * 3 * 3 * 8 + 5 * 4 * 4 * 8)
+
+
 def test_every_gpu_is_described():
     assert set(GPUS) == {name for name, chip in CHIPS.items() if chip.is_gpu}
     for name, gpu in GPUS.items():
-        assert gpu.memory_bytes_per_s == pytest.approx(CHIPS[name].hbm_bytes_per_s, rel=0.05)
-    text = describe_to_xla("A100-40GB")
+        chip = CHIPS[name]
+        assert chip.hbm_bytes_per_s == gpu.memory_bytes_per_s
+        assert chip.usable_bytes == int(0.75 * gpu.memory_bytes)
+    text = describe_to_xla(GPUS["A100-40GB"], CHIPS["A100-40GB"].device_kinds[0])
     assert 'device_description_str: "NVIDIA A100-SXM4-40GB"' in text
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
 
@@ -190,6 +275,19 @@ def test_without_cuda_the_log_names_the_extra(monkeypatch, caplog):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     start_planning(Target(find_slice("H100:8")))
     assert "pip install -e '.[cuda]'" in caplog.text and "CUDA" in caplog.text
+
+
+def test_a_compiled_plan_says_what_the_step_gets_and_what_it_updates_in_place():
+    """With devices of this host, whose compiler takes a GPU's place."""
+    settings = settings_of(tiny_config(**{"model.depth": 1}))
+    figures = compile_plan(settings, H100, jax.devices())
+    memory = figures["memory_bytes"]
+    state = sum(memory[name] for name in ("params", "optimizer", "ema", "other_state"))
+    # Keys and constants are arguments too, and have a few bytes.
+    assert memory["arguments"] == pytest.approx(state + memory["batch"], rel=0.01)
+    assert memory["updated_in_place"] == pytest.approx(state, rel=0.01)
+    shown = memory_table(figures, "device").columns[0].cells
+    assert {"arguments", "updated in place"} <= set(shown)
 
 
 @needs_cuda

@@ -14,7 +14,7 @@ from read_settings import settings_of
 from vit_jax import planning
 from vit_jax.config import Settings, base_config, flatten, with_values
 from vit_jax.config.stored import StoredConfig
-from vit_jax.devices.chips import SLICES, Slice
+from vit_jax.devices.chips import SLICES, Slice, find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models.contract import Model
@@ -311,15 +311,44 @@ def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
 
 def test_gpus_take_no_risk_where_another_layout_fits(planned):
     """No compiler refuses what does not fit."""
-    planned.by_layer = 4.5  # 54.5 of 55.88 GiB without remat
-    gpus = Target(Slice("H100:16", "H100", 16, 2))
-    chosen = choose(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))
-    assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
-    planned.by_layer = 6  # full remat of 5 layers of 12, or "dots", as if of 4.8
-    assert choose(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus)).model.remat == "dots"
-    planned.by_layer = 45  # also the smallest layout may not fit
-    assert choose(config_of(), mesh_of(gpus)).model.remat == "full"
+    gpus = Target(Slice("H100:16", "H100", 16, 2), may_compile=False)
+    # 54.5 of 59.33 GiB without remat, 72.5, and with which also the smallest layout may not fit.
+    for by_layer, remat in [(4.5, "dots"), (6, "dots"), (45, "full")]:
+        planned.by_layer = by_layer
+        chosen = choose(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))
+        assert (chosen.model.scan, chosen.model.remat) == (True, remat)
     assert not planned.compiled
+
+
+def test_layers_that_recompute_are_scanned_on_gpus(planned):
+    """Unrolled ones save little memory, so that a remedy scans them too."""
+    planned.by_layer = 6  # 72.5 GiB without remat, 46.6 with "dots"
+    gpus = Target(Slice("H100:16", "H100", 16, 2), may_compile=False)
+    rank(config := config_of(**{"mesh.fsdp": 16}), gpus)
+    assert set(planned.calculated) == {(16, True, 12), (16, False, 0), (16, True, 0.4 * DEPTH)}
+    figures = {"mesh": {"replica": 1, "data": 1, "fsdp": 16}, "remat": "none", "images_per_way": 16}
+    (remedy,) = find_remedies(settings_of(config), gpus, figures, calculate=True)
+    assert remedy["fits"] and remedy["change"] == {"model.scan": True, "model.remat": "dots"}
+
+
+@pytest.mark.parametrize(
+    ("chip", "own", "more"),
+    [("H100:8", {"model.remat": "dots"}, 0.7), ("H100:8", {"model.remat": "full"}, 3.0),
+     ("H100:8", {}, UNCERTAINTY),
+     ("H100:8", {"model.remat": "full", "model.scan": True}, UNCERTAINTY),
+     ("v5e:2x4", {"model.remat": "full"}, UNCERTAINTY)],
+    ids=str,
+)  # fmt: skip
+def test_unrolled_layers_with_remat_surely_fit_only_far_below_a_gpu_s_capacity(
+    chip, own, more, monkeypatch
+):
+    settings, target = settings_of(config_of(**{"model.depth": 1} | own)), Target(find_slice(chip))
+    memory = calculated.calculate_memory(settings, target)
+    assert not memory["may_not_fit"]
+    for share in (0.99, 1.01):
+        capacity = int(memory["peak"] * (1 + more) / share)
+        tight = target._replace(measured=target.chip._replace(usable_bytes=capacity))
+        assert calculated.calculate_memory(settings, tight)["may_not_fit"] == (share > 1)
 
 
 def test_without_auto_the_layout_is_the_config_s(planned, capsys):
@@ -386,11 +415,23 @@ def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys
 @pytest.mark.parametrize(
     "target",
     [*map(Target, SLICES.values()), Target(SLICES["v5e:4x4"], 2),
-     Target(Slice("H100:16", "H100", 16, 2))],
+     Target(Slice("H100:16", "H100", 16, 2)), Target(Slice("A10G:8", "A10G", 8, 2))],
     ids=str,
 )  # fmt: skip
 def test_the_hardware_is_known_by_its_devices(target):
     assert target_of(describe_devices(target)) == target
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [("NVIDIA A10G", "A10G"), ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+     ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"), ("NVIDIA H100 PCIe", "H100-PCIe"),
+     ("NVIDIA H100 NVL", "H100-NVL"), ("NVIDIA H200 NVL", "H200-NVL")],
+)  # fmt: skip
+def test_gpus_with_a_process_each_are_on_one_host(kind, chip, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    devices = [DescribedDevice(i, i, kind, "gpu", slice_index=i // 4) for i in range(8)]
+    assert target_of(devices).slice == Slice(f"{chip}:8", chip, 8, 2)
 
 
 @pytest.mark.parametrize(

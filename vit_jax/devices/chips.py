@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from vit_jax.base.errors import InputError
+from vit_jax.devices.gpus import GPUS, Gpu
 
-GIB, GB = 2**30, 10**9
+GIB = 2**30
 
 
 class Chip(NamedTuple):
@@ -19,10 +20,10 @@ class Chip(NamedTuple):
     The figures hold for the whole chip, which JAX may split into devices; see `count_chips`.
 
     peak_flops: bfloat16 FLOP/s; float32 for a T4, which computes no bfloat16.
-    hbm_bytes: nominal size of its memory.
+    hbm_bytes: size of its memory, for a TPU nominal.
     usable_bytes: memory that a program can use: for a TPU the size its compiler reports, for a GPU
       the fraction that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75).
-    hbm_bytes_per_s: bandwidth of its memory.
+    hbm_bytes_per_s: bandwidth of its memory; a GPU's is in GPUS, as its size.
     fast_bytes_per_s: bandwidth to other chips over `fast_network`.
     slow_bytes_per_s: its share of the bandwidth of the host's network (DCN).
     cycles_per_s: the clock behind the compiler's cycle counts; None if it is not published.
@@ -72,6 +73,16 @@ _TPU_DOCS = "https://cloud.google.com/tpu/docs/"
 
 _SHARED_NETWORK = 1.5625e9  # a GPU's share of an assumed 100 Gbit/s per host of 8
 
+
+def _gpu(
+    gpu: Gpu, peak_flops: float, network: tuple[float, float], device_kinds: tuple[str, ...],
+    source: str, *, has_nvlink: bool = False,
+) -> Chip:  # fmt: skip
+    """A GPU with the memory of its description; `network`: fast and slow bytes/s."""
+    memory = gpu.memory_bytes, gpu.memory_bytes * 3 // 4, gpu.memory_bytes_per_s
+    return Chip(peak_flops, *memory, *network, None, device_kinds, source, has_nvlink=has_nvlink)
+
+
 # The clock of v4, v5e and v5p is their peak divided by the FLOPs of their matrix units per cycle:
 # 128 x 128 multiply-adds in each of the four units of a core (the pages below). For v6e and TPU7x
 # the compiler's cycles contradict the published units, so their clock is None.
@@ -101,56 +112,95 @@ CHIPS: dict[str, Chip] = {
         "not from that page",
         devices=2,
     ),
-    "A100": Chip(
-        312e12, 80 * GB, 60 * GB, 2039e9, 300e9, 25e9, None, ("NVIDIA A100-SXM4-80GB",),
+    "A100": _gpu(
+        GPUS["A100"], 312e12, (300e9, 25e9), ("NVIDIA A100-SXM4-80GB",),
         "NVIDIA A100 80GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
         has_nvlink=True,
     ),
-    "A100-40GB": Chip(
-        312e12, 40 * GB, 30 * GB, 1555e9, 300e9, 25e9, None, ("NVIDIA A100-SXM4-40GB",),
+    "A100-PCIe": _gpu(
+        GPUS["A100-PCIe"], 312e12, (32e9, _SHARED_NETWORK), ("NVIDIA A100 80GB PCIe",),
+        "NVIDIA A100 80GB PCIe data sheet; PCIe 4.0 x16; network: assumed",
+    ),
+    "A100-40GB-PCIe": _gpu(
+        GPUS["A100-40GB-PCIe"], 312e12, (32e9, _SHARED_NETWORK), ("NVIDIA A100-PCIE-40GB",),
+        "NVIDIA A100 40GB PCIe data sheet; PCIe 4.0 x16; network: assumed",
+    ),
+    "A100-40GB": _gpu(
+        GPUS["A100-40GB"], 312e12, (300e9, 25e9), ("NVIDIA A100-SXM4-40GB",),
         "NVIDIA A100 40GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
         has_nvlink=True,
     ),
-    "H100": Chip(
-        989e12, 80 * GB, 60 * GB, 3350e9, 450e9, 50e9, None, ("NVIDIA H100 80GB HBM3",),
+    "H100": _gpu(
+        GPUS["H100"], 989e12, (450e9, 50e9), ("NVIDIA H100 80GB HBM3",),
         "NVIDIA H100 SXM data sheet; network: DGX H100, 8 x 400 Gbit/s",
         has_nvlink=True,
     ),
-    "H200": Chip(
-        989e12, 141 * GB, int(105.75 * GB), 4800e9, 450e9, 50e9, None, ("NVIDIA H200",),
+    "H100-PCIe": _gpu(
+        GPUS["H100-PCIe"], 756e12, (64e9, _SHARED_NETWORK), ("NVIDIA H100 PCIe",),
+        "NVIDIA H100 PCIe data sheet, half of its figure with sparsity; PCIe 5.0 x16; network: "
+        "assumed",
+    ),
+    "H100-NVL": _gpu(
+        GPUS["H100-NVL"], 835e12, (64e9, _SHARED_NETWORK), ("NVIDIA H100 NVL",),
+        "NVIDIA H100 NVL data sheet, half of its figure with sparsity; PCIe 5.0 x16, as only pairs "
+        "have NVLink; network: assumed",
+    ),
+    "H200": _gpu(
+        GPUS["H200"], 989e12, (450e9, 50e9), ("NVIDIA H200",),
         "NVIDIA H200 SXM data sheet; network: DGX H200, 8 x 400 Gbit/s",
         has_nvlink=True,
     ),
-    "B200": Chip(
-        2250e12, 180 * GB, 135 * GB, 8000e9, 900e9, 50e9, None, ("NVIDIA B200",),
+    "H200-NVL": _gpu(
+        GPUS["H200-NVL"], 835e12, (64e9, _SHARED_NETWORK), ("NVIDIA H200 NVL",),
+        "NVIDIA H200 NVL data sheet, half of its figure with sparsity; PCIe 5.0 x16, as only "
+        "some have NVLink; network: assumed",
+    ),
+    "B200": _gpu(
+        GPUS["B200"], 2250e12, (900e9, 50e9), ("NVIDIA B200",),
         "NVIDIA DGX B200 data sheet, by its 8 GPUs; network: 8 x 400 Gbit/s",
         has_nvlink=True,
     ),
-    "L4": Chip(
-        121e12, 24 * GB, 18 * GB, 300e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA L4",),
+    "L4": _gpu(
+        GPUS["L4"], 121e12, (32e9, _SHARED_NETWORK), ("NVIDIA L4",),
         "NVIDIA L4 data sheet, half of its figure with sparsity; PCIe 4.0 x16; network: assumed",
     ),
-    "T4": Chip(
-        8.1e12, 16 * GB, 12 * GB, 320e9, 16e9, _SHARED_NETWORK, None, ("Tesla T4",),
+    "T4": _gpu(
+        GPUS["T4"], 8.1e12, (16e9, _SHARED_NETWORK), ("Tesla T4",),
         "NVIDIA T4 data sheet; PCIe 3.0 x16; network: assumed",
     ),
-    "A10": Chip(
-        125e12, 24 * GB, 18 * GB, 600e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA A10",),
+    "A10": _gpu(
+        GPUS["A10"], 125e12, (32e9, _SHARED_NETWORK), ("NVIDIA A10",),
         "NVIDIA A10 data sheet; PCIe 4.0 x16; network: assumed",
     ),
-    "RTX4090": Chip(
-        165.2e12, 24 * GB, 18 * GB, 1008e9, 32e9, _SHARED_NETWORK, None,
+    "A10G": _gpu(
+        GPUS["A10G"], 70e12, (32e9, _SHARED_NETWORK), ("NVIDIA A10G",),
+        "NVIDIA A10G data sheet by AWS; PCIe 4.0 x16; network: assumed",
+    ),
+    "RTX4090": _gpu(
+        GPUS["RTX4090"], 165.2e12, (32e9, _SHARED_NETWORK),
         ("NVIDIA GeForce RTX 4090",),
         "NVIDIA Ada architecture white paper, bfloat16 with float32 sums; PCIe 4.0 x16; network: "
         "assumed",
     ),
-    "RTX5090": Chip(
-        209.5e12, 32 * GB, 24 * GB, 1792e9, 64e9, _SHARED_NETWORK, None,
+    "RTX5090": _gpu(
+        GPUS["RTX5090"], 209.5e12, (64e9, _SHARED_NETWORK),
         ("NVIDIA GeForce RTX 5090",),
         "NVIDIA RTX Blackwell architecture white paper, bfloat16 with float32 sums; PCIe 5.0 x16; "
         "network: assumed",
     ),
 }  # fmt: skip
+
+
+def peak_flops(chip: str, dtype: str) -> float:
+    """FLOP/s of products of `dtype` (XLA's name) on the GPU `chip`.
+
+    Products of float32 are computed in TF32, at half the speed of bfloat16, where the GPU has it.
+    """
+    if dtype in ("bf16", "f16"):
+        return CHIPS[chip].peak_flops
+    gpu = GPUS[chip]
+    has_tf32 = gpu.capability >= (8, 0)
+    return CHIPS[chip].peak_flops / 2 if has_tf32 else gpu.float32_flops
 
 
 def count_chips(devices: Iterable[Any]) -> int:
@@ -195,6 +245,10 @@ class Slice(NamedTuple):
     chip: str
     num_chips: int
     num_hosts: int
+
+    @property
+    def chips_per_host(self) -> int:
+        return self.num_chips // self.num_hosts
 
 
 def _tpu_slice(chip: str, shape: str) -> Slice:

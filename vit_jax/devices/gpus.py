@@ -3,8 +3,6 @@
 import importlib.util
 from typing import NamedTuple
 
-from vit_jax.devices.chips import CHIPS
-
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -64,6 +62,18 @@ GPUS: dict[str, Gpu] = {
     "RTX5090": Gpu((12, 0), 170, 128, 2.407, 32 * GB, 1792e9, 96 * MIB, 102_400, 101_376, 1536),
 }
 
+# Cards of the same architectures for PCIe, and a cloud's own.
+GPUS |= {
+    "A100-PCIe": GPUS["A100"]._replace(memory_bytes=79_050_250_240, memory_bytes_per_s=1935e9),
+    "A100-40GB-PCIe": GPUS["A100-40GB"],
+    "H100-PCIe": GPUS["H100"]._replace(cores=114, clock_ghz=1.755, memory_bytes_per_s=2039.04e9),
+    "H100-NVL": GPUS["H100"]._replace(
+        clock_ghz=1.785, memory_bytes=94 * GB, memory_bytes_per_s=3938e9
+    ),
+    "H200-NVL": GPUS["H200"]._replace(clock_ghz=1.785),
+    "A10G": GPUS["A10"]._replace(cores=80, clock_ghz=1.71),
+}
+
 # The same for all of them; cuDNN is the oldest that JAX takes.
 _COMMON = {
     "threads_per_block_limit": 1024,
@@ -78,26 +88,13 @@ _COMMON = {
 _VERSIONS = "dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 8 }"
 
 
-def peak_flops(chip: str, dtype: str) -> float:
-    """FLOP/s of products of `dtype` (XLA's name) on the GPU `chip`.
-
-    Products of float32 are computed in TF32, at half the speed of bfloat16, where the GPU has it.
-    """
-    if dtype in ("bf16", "f16"):
-        return CHIPS[chip].peak_flops
-    gpu = GPUS[chip]
-    has_tf32 = gpu.capability >= (8, 0)
-    return CHIPS[chip].peak_flops / 2 if has_tf32 else gpu.float32_flops
-
-
 def has_cuda() -> bool:
     """Whether JAX's plugin for CUDA is installed, which holds XLA's compiler for GPUs."""
     return any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS)
 
 
-def describe_to_xla(chip: str) -> str:
-    """The GPU `chip`, a key of GPUS, as the text of XLA's message GpuTargetConfigProto."""
-    gpu = GPUS[chip]
+def describe_to_xla(gpu: Gpu, device_kind: str) -> str:
+    """The GPU as the text of XLA's message GpuTargetConfigProto, and its name there."""
     major, minor = gpu.capability
     numbers = _COMMON | {
         "core_count": gpu.cores,
@@ -116,5 +113,5 @@ def describe_to_xla(chip: str) -> str:
     lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}")
     return (
         f'gpu_device_info {{ {" ".join(lines)} }} platform_name: "CUDA" {_VERSIONS} '
-        f'device_description_str: "{CHIPS[chip].device_kinds[0]}"'
+        f'device_description_str: "{device_kind}"'
     )

@@ -15,17 +15,19 @@ from jax.sharding import Mesh
 
 from vit_jax.config import Settings
 from vit_jax.devices import flops
-from vit_jax.devices.gpus import peak_flops
+from vit_jax.devices.chips import peak_flops
 from vit_jax.planning import hlo
 from vit_jax.planning.calculated import scanned
+from vit_jax.planning.estimates import speed_of
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
-from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
+from vit_jax.planning.targets import Target, host_of_gpu, plan_mesh, readable_mesh
 from vit_jax.run.teachers import planned_experiment
 
 logger = logging.getLogger("vit_jax")
 
 _SAID_EVERY_S = 30
+_START_S = 1e-5  # of an exchange between GPUs
 
 
 def compile_plan(
@@ -62,14 +64,19 @@ def compile_plan(
     logger.info("%s after %.0f s", "compiled" if compiled else "does not fit", compile_s)
     program = None
     if compiled is not None:
-        stats = flops.expected_memory(compiled.memory_analysis())
+        analysis = compiled.memory_analysis()
+        stats = flops.expected_memory(analysis)
         memory |= {"temporaries": stats.temporaries, "peak": stats.total}
+        if target.chip.is_gpu:
+            aliased = analysis.alias_size_in_bytes
+            memory |= {"arguments": stats.arguments, "updated_in_place": aliased}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs for tpu7x have no text
             program = hlo.Program(compiled.as_text())
     cycles = program and program.cycles()
     kernels = [] if cycles is None else counting.result()
+    times = None
     if program is not None and target.chip.is_gpu:
-        kernels = kernel_table(program, target)
+        kernels, times = kernel_table(program, target), scheduled_s(program, mesh, target)
     return figures | {
         "by": "compiler",
         "compile_s": compile_s,
@@ -78,6 +85,7 @@ def compile_plan(
         "hbm_bytes_accessed": program and program.bytes_accessed(),
         "compiler_cycles": cycles and cycles + sum(row["cycles"] for row in kernels),
         "kernels": kernels,
+        "scheduled_s": times,
     }
 
 
@@ -119,16 +127,11 @@ def needed_memory(message: str, state: int) -> int | None:
 def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[dict[str, Any]]:
     """The collectives of a step, grouped by kind, mesh axes, network and asynchrony."""
     shape = tuple(mesh.shape.values())
-    # Where a fast network ends: a slice of TPUs, or a host of GPUs.
-    end, beyond = ("process_index", "network") if target.chip.is_gpu else ("slice_index", "DCN")
-    homes = [getattr(device, end, None) for device in mesh.devices.flat]
     rows: dict[tuple, dict[str, Any]] = {}
     for each in program.collectives():
         places = np.unravel_index(each.groups[0], shape)
         axes = [axis for axis, at in zip(mesh.shape, places, strict=True) if len(set(at)) > 1]
-        crosses = any(len({homes[i] for i in group}) > 1 for group in each.groups)
-        network = beyond if crosses else target.chip.fast_network
-        key = (each.kind, tuple(axes), network, each.asynchronous)
+        key = (each.kind, tuple(axes), _network(each, mesh, target), each.asynchronous)
         row = rows.setdefault(key, {"count": 0, "bytes": 0, "sent_bytes": 0.0})
         row["count"] += each.count
         row["bytes"] += each.count * each.size
@@ -138,6 +141,40 @@ def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[d
         for (kind, axes, network, asynchronous), row in rows.items()
     ]
     return sorted(table, key=lambda row: -row["sent_bytes"])
+
+
+def _network(each: hlo.Collective, mesh: Mesh, target: Target) -> str:
+    """The network of a collective; the fast one ends with a slice of TPUs, or a host of GPUs."""
+    is_gpu, devices = target.chip.is_gpu, mesh.devices.flat
+    homes = [host_of_gpu(d) if is_gpu else getattr(d, "slice_index", None) for d in devices]
+    if any(len({homes[i] for i in group}) > 1 for group in each.groups):
+        return "network" if is_gpu else "DCN"
+    return target.chip.fast_network
+
+
+def scheduled_s(program: hlo.Program, mesh: Mesh, target: Target) -> dict[str, float]:
+    """Seconds of a GPU's kernels, of its exchanges, and of the step, in which some wait.
+
+    They start in the order of XLA's schedule. A kernel takes its roofline time. One exchange runs
+    at a time, beside the kernels, and takes 10 us to start, and then the time to send a device's
+    bytes by the ring algorithm.
+    """
+    works = {work.name: max(bounds_of(work, target).values()) for work in program.work()}
+    exchanges = {
+        name: _START_S + each.sent / speed_of(target.chip, _network(each, mesh, target))
+        for name, each in program.started().items()
+    }
+    kernels_s = exchanges_s = now = free = 0.0
+    ends: dict[str, float] = {}
+    for each in program.executed():
+        if (seconds := exchanges.get(each.name)) is not None:
+            free = ends[each.name] = max(now, free) + seconds
+            exchanges_s += seconds
+        elif (seconds := works.get(each.name)) is not None:
+            now, kernels_s = now + seconds, kernels_s + seconds
+        elif each.opcode.endswith("-done"):
+            now = max(now, ends.get(each.operands[0], now))
+    return {"kernels": kernels_s, "exchanges": exchanges_s, "step": max(now, free)}
 
 
 def bounds_of(work: hlo.Work, target: Target) -> dict[str, float]:

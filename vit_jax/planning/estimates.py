@@ -21,7 +21,7 @@ def estimate(
     time for the computation, with asynchronous collectives hidden behind it and the others added.
     Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
     Beside it, `by_kernel` is the time of a program that is compiled for GPUs: each kernel by the
-    roofline, one after the other.
+    roofline, one after the other; if that is longer, it decides.
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
     are the steps' hours, divided by `goodput`, the share of steps in the time of a run like it;
     None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,
@@ -40,13 +40,14 @@ def estimate(
     estimates: dict[str, Any] = {"roofline": roofline, "compiler": None, "at_utilisation": None}
     estimates["by_kernel"] = None
     if chip.is_gpu and figures["kernels"]:
-        estimates["by_kernel"] = _by_kernel(figures, chip, hidden, added)
+        estimates["by_kernel"] = _by_kernel(figures, chip)
     if share_of_peak is not None:
         by, step = "at_utilisation", _as_measured(figures, chip, share_of_peak)
     elif _is_timed_by_compiler(figures, chip):
         by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
     else:
-        by, step = "at_utilisation", _at_utilisation(figures, chip, roofline)
+        by_kernel = estimates["by_kernel"]
+        by, step = "at_utilisation", _at_utilisation(figures, chip, roofline, by_kernel)
     hours = step["step_s"] * figures["total_steps"] / 3600 / (goodput or 1.0)
     chip_hours = hours * figures["num_chips"]
     run = {
@@ -125,17 +126,20 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
 
 
 def _at_utilisation(
-    figures: Mapping[str, Any], chip: Chip, roofline: Mapping[str, Any]
-) -> dict[str, Any]:
+    figures: Mapping[str, Any], chip: Chip, roofline: Mapping[str, Any],
+    by_kernel: Mapping[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
     """A step's time at a usual share of the peak, for plans without one by the compiler.
 
-    If memory or networks make the time of `roofline` longer, it is that time.
+    If memory or networks make the time of `roofline` longer, or `by_kernel`, it is that time.
     """
     flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
     usual_s = flops["counted_per_step"] / (USUAL_SHARE * peak)
-    step_s, told = max(usual_s, roofline["step_s"]), "what is computed again counts"
-    if step_s > usual_s:
-        told = f"less here, as the step is bound by {roofline['bound_by']}"
+    bounds = {"what is computed again counts": usual_s}
+    bounds[f"less here, as the step is bound by {roofline['bound_by']}"] = roofline["step_s"]
+    if by_kernel is not None:
+        bounds["less here, as the step is bound by its kernels"] = by_kernel["step_s"]
+    told, step_s = max(bounds.items(), key=lambda bound: bound[1])
     return {
         "share_of_peak": flops["counted_per_step"] / (step_s * peak),
         "mfu": flops["model_per_step"] / (step_s * peak),
@@ -189,21 +193,23 @@ def _by_compiler(
         "the compiler's cycles, with kernels' cycles by their schedules, at "
         f"{chip.cycles_per_s / 1e9:g} GHz"
     )
-    return _with_collectives(figures, chip, compute_s, hidden, added, [told])
+    waits = "asynchronous collectives hide behind computation, the others add to it"
+    return _with_collectives(figures, chip, compute_s, hidden, added, [told, waits])
 
 
-def _by_kernel(
-    figures: Mapping[str, Any], chip: Chip, hidden: float, added: float
-) -> dict[str, Any]:
-    """A step's time by the roofline of each kernel, with the seconds of the collectives."""
-    compute_s = sum(row["roofline_s"] for row in figures["kernels"])
+def _by_kernel(figures: Mapping[str, Any], chip: Chip) -> dict[str, Any]:
+    """A step's time by the roofline of each kernel, in XLA's schedule; see `scheduled_s`."""
+    times = figures["scheduled_s"]
+    added = times["step"] - times["kernels"]
     told = [
         "each kernel at the peak of its products or of the memory, one after the other, in no time "
         "to start",
         "products as they are compiled without a device, which would choose the fastest of several "
         "kernels",
+        "one exchange at a time, 10 us to start; the step waits where XLA's schedule does",
     ]
-    return _with_collectives(figures, chip, compute_s, hidden, added, told)
+    hidden = max(times["exchanges"] - added, 0.0)
+    return _with_collectives(figures, chip, times["kernels"], hidden, added, told)
 
 
 def _with_collectives(
@@ -226,7 +232,6 @@ def _with_collectives(
             f"the chip's peaks ({chip.source})",
             *_common_assumptions(figures, chip),
             *told,
-            "asynchronous collectives hide behind computation, the others add to it",
         ],
     }
 

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
@@ -300,4 +299,4 @@ def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:
         return "DCN" if axis == "replica" and target.num_slices > 1 else "ICI"
     # The devices along the mesh's last axes are neighbours.
     within = math.prod(shape[inner] for inner in AXES[AXES.index(axis) :])
-    return target.chip.fast_network if within <= GPUS_PER_HOST else "network"
+    return target.chip.fast_network if within <= target.slice.chips_per_host else "network"

@@ -3,6 +3,7 @@
 A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -22,6 +23,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 # Take no time and move nothing, but for what they call.
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
          "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
+_WORKSPACE = re.compile(r", [us]8\[\d+\](\{[^{}]*\})?\)$")  # the last result of a library's call
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
 
 
@@ -90,14 +92,29 @@ class Program:
         if self._entry is None:
             raise ValueError("no entry computation: this is not the text of a compiled program")
 
-    @property
-    def schedule(self) -> list[Instruction]:
-        """The instructions outside of loops and fusions, in the order in which they start."""
-        assert self._entry is not None
-        return list(self._computations[self._entry].values())
+    def executed(self, computation: str | None = None) -> Iterator[Instruction]:
+        """The instructions outside of fusions, in the order in which they start, loops repeated."""
+        for each in self._computations.get(computation or str(self._entry), {}).values():
+            yield each
+            bodies = called_by(each, "branch_computations") if each.opcode == "conditional" else []
+            if each.opcode == "while":
+                times = self._trip_count(each, *called_by(each, "condition"))
+                bodies = called_by(each, "body") * times
+            elif each.opcode == "call":
+                bodies = called_by(each, "to_apply")
+            for body in bodies:
+                yield from self.executed(body)
 
     def collectives(self) -> list[Collective]:
-        """All collectives of the program.
+        """All collectives of the program; see `_collectives`."""
+        return [each for each in self._collectives().values() if len(each.groups[0]) > 1]
+
+    def started(self) -> dict[str, Collective]:
+        """{name: collective} of instructions that each start one, as on GPUs all do."""
+        return {name: each for (*_, name), each in self._collectives().items()}
+
+    def _collectives(self) -> dict[tuple, Collective]:
+        """{(computation, ..., name, or number of several instructions that are one): collective}.
 
         An asynchronous collective appears in several fusions (start, steps, end) with one chain,
         or else one channel, and is counted once, also if a loop runs between its start and its end
@@ -141,7 +158,7 @@ class Program:
                 min(place.count, earlier.count if earlier else place.count),
                 asynchronous or bool(earlier and earlier.asynchronous),
             )
-        return [each for each in found.values() if len(each.groups[0]) > 1]
+        return found
 
     def products(self) -> Counter[str]:
         """{type of the result: how often a device computes a matrix product with it}."""
@@ -172,6 +189,10 @@ class Program:
 
     def work(self) -> list[Work]:
         """The instructions that run one after the other, without those inside of fusions."""
+        return self._work
+
+    @functools.cached_property
+    def _work(self) -> list[Work]:
         found: list[Work] = []
         for place in self._places():
             each, siblings = place.instruction, place.siblings
@@ -197,7 +218,7 @@ class Program:
             return 2 * _hbm_bytes(types[1])
         body = next((self._computations.get(name, {}) for name in called_by(each, "calls")), {})
         read = [_hbm_bytes(kind) for kind in types]
-        written = _hbm_bytes(each.type)
+        written = _hbm_bytes(_WORKSPACE.sub("", each.type) if _calls_library(each) else each.type)
         for i, parameter in parameters(body).items():
             users = [other for other in body.values() if parameter in other.operands]
             if i >= len(read) or not read[i] or not users:
@@ -277,6 +298,11 @@ def _kind(each: Instruction) -> str:
         return target_of_call(each.attributes) or each.opcode.removesuffix("-start")
     kinds = re.findall(r'"fusion_backend_config":\{"kind":"(\w+)"|\bkind=(\w+)', each.attributes)
     return f"fusion {next(filter(None, kinds[-1]))}" if kinds else "fusion"
+
+
+def _calls_library(each: Instruction) -> bool:
+    """Whether it calls cuBLAS or cuDNN, whose working memory is a result too."""
+    return (target_of_call(each.attributes) or "").startswith("__cu")
 
 
 def _elements(kind: str) -> list[str]:

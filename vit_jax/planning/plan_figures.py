@@ -72,11 +72,15 @@ def describe(
     }
 
 
-def judge(peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0) -> dict[str, Any]:
+def judge(
+    peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0,
+    above: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Compare `peak` bytes with a device's capacity; `fits` False records that it does not fit.
 
-    With an `uncertainty`, the true peak may be (1 + uncertainty) times larger or smaller: "fits" is
-    whether it can fit, "may_not_fit" whether it may be too large all the same.
+    With an `uncertainty`, the true peak may be (1 + uncertainty) times smaller or (1 + above) times
+    larger; None: as much. "fits" is whether it can fit, "may_not_fit" whether it may be too large
+    all the same.
     """
     capacity = target.chip.usable_bytes // target.chip.devices
     fits = fits and peak <= capacity * (1 + uncertainty)
@@ -84,7 +88,7 @@ def judge(peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0
         "capacity": capacity,
         "margin": capacity - peak,
         "fits": fits,
-        "may_not_fit": fits and peak * (1 + uncertainty) > capacity,
+        "may_not_fit": fits and peak * (1 + (above or uncertainty)) > capacity,
     }
 
 

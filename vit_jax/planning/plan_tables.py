@@ -113,8 +113,8 @@ def memory_table(figures: dict[str, Any], per: str) -> Table:
     """Table of the memory of a device, called `per`, and of a host."""
     memory = figures["memory_bytes"]
     shown = ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
-             "peak", "capacity", "margin")  # fmt: skip
-    rows = {name.replace("_", " "): _bytes(memory[name]) for name in shown}
+             "arguments", "updated_in_place", "peak", "capacity", "margin")  # fmt: skip
+    rows = {name.replace("_", " "): _bytes(memory[name]) for name in shown if name in memory}
     rows = {name: size for name, size in rows.items() if size != "0.0 MiB"}
     fits = "maybe" if memory["may_not_fit"] else "yes"
     rows["fits"] = fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much"

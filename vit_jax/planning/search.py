@@ -2,8 +2,9 @@
 
 A layout is a mesh, and what the backward pass recomputes. It changes the speed and the memory of a
 step, and its result only by rounding. Layers are unrolled and recompute nothing where that fits;
-else as few layers as possible recompute, from the first on. A scan with full remat needs the least
-memory and compiles the fastest.
+else as few layers as possible recompute, from the first on. On GPUs, where unrolled layers that
+recompute save little memory, they are scanned. A scan with full remat needs the least memory and
+compiles the fastest.
 """
 
 import functools
@@ -29,7 +30,7 @@ from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import Model, about, with_known
 from vit_jax.models.fields import REMAT
 from vit_jax.planning import plan
-from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
+from vit_jax.planning.calculated import calculate_layout, uncertainty_of
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.stages import plan_each
 from vit_jax.planning.targets import Target, batch_ways, described_mesh, target_mesh, target_of
@@ -136,7 +137,7 @@ def find_remedies(
       [{"change": {config key: value} or {"topology": name}, "peak_bytes", "fits"}]; the last two
       are None for a topology.
     """
-    both, tries = _changes(settings, figures)
+    both, tries = _changes(settings, target, figures)
     tried: list[dict[str, Any]] = []
     for change in tries:
         if change and change not in [earlier["change"] for earlier in tried]:
@@ -159,11 +160,13 @@ def find_remedies(
 
 
 def _changes(
-    settings: Settings, figures: Mapping[str, Any]
+    settings: Settings, target: Target, figures: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The change that saves most without smaller parts of a batch, and all changes to try first."""
     shape, remats = figures["mesh"], _remats(settings)
-    heavier = [{"model.remat": remat} for remat in remats[remats.index(figures["remat"]) + 1 :]]
+    scan = {"model.scan": True} if target.chip.is_gpu and _may_scan(settings) else {}
+    later = remats[remats.index(figures["remat"]) + 1 :]
+    heavier = [scan | {"model.remat": remat} for remat in later]
     full = heavier[-1] if heavier else {}
     together = shape["data"] * shape["fsdp"]
     fsdp = max(size for size in range(1, min(together, _FSDP[-1]) + 1) if together % size == 0)
@@ -201,7 +204,8 @@ def _calculated_batch(settings: Settings, target: Target) -> int | None:
     memory = _calculate(settings, target)["memory_bytes"]
     ways = batch_ways(described_mesh(settings, target).shape)
     growing = memory["batch"] + memory["temporaries"]
-    certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
+    # 0.999, because `growing` is not quite linear.
+    certain = 0.999 * memory["capacity"] / (1 + uncertainty_of(settings, target))
     room = max(int(certain) - memory["peak"] + growing, 0)
     images = min(settings.run.global_batch_size // ways * room // growing, LARGEST_BATCH // ways)
     return ways * _round_down(images, settings.optimizer.accum_steps) or None
@@ -335,7 +339,7 @@ def _layouts(
         free = [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(settings, target)]
     for mesh in free:
         on_mesh = settings.with_values(mesh)
-        for changes, figures in _layouts_on(on_mesh, plan, tries_dots=target.chip.is_gpu):
+        for changes, figures in _layouts_on(on_mesh, target, plan):
             yield mesh | changes, figures
 
 
@@ -344,13 +348,23 @@ def _is_default(settings: Settings, keys: tuple[str, ...]) -> bool:
     return all(settings.values[key] == defaults[key] for key in keys)
 
 
+def _may_scan(settings: Settings) -> bool:
+    """Whether the config leaves open if layers are scanned, and their parameters get stacked.
+
+    A scan that keeps the parameters apart, as a BiT's, only saves time to compile.
+    """
+    is_open = settings.model.own.get("scan") is None
+    return is_open and about(with_known(_model_of(settings), scan=True)).stacks_layers
+
+
 def _layouts_on(
-    settings: Settings, plan: Plan, tries_dots: bool
+    settings: Settings, target: Target, plan: Plan
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """Layouts of the layers on the config's mesh, with their plans.
 
-    The first needs the least memory: if it does not fit, no other is tried. `tries_dots`: also
-    remat "dots", which on TPUs is slower than full remat of some layers.
+    The first needs the least memory: if it does not fit, no other is tried. On GPUs layers that
+    recompute are scanned, also with remat "dots", which on TPUs is slower than full remat of some
+    layers.
     """
     fields = fields_of(settings.model.name)
     if len(_remats(settings)) == 1 or not _is_default(
@@ -358,9 +372,7 @@ def _layouts_on(
     ):
         yield {}, plan(settings)
         return
-    scan = settings.model.own.get("scan")
-    # A scan that keeps the parameters apart, as a BiT's, only saves time to compile.
-    free = scan is None and about(with_known(_model_of(settings), scan=True)).stacks_layers
+    scan, free = settings.model.own.get("scan"), _may_scan(settings)
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
     figures = plan(settings.with_values(least))
@@ -371,16 +383,17 @@ def _layouts_on(
     memory = figures["memory_bytes"]
     if memory["fits"]:
         yield none, figures
-    is_certain = memory["fits"] and not memory["may_not_fit"]
-    if tries_dots and not is_certain:
-        dots = none | {"model.remat": "dots"}
+    if memory["fits"] and not memory["may_not_fit"]:
+        return
+    if target.chip.is_gpu:
+        dots = least | {"model.remat": "dots"}
         yield dots, plan(settings.with_values(dots))
-    if not is_certain and "remat_layers" in fields and not scan:
-        yield from _with_least_remat(settings, plan, figures)
+    elif "remat_layers" in fields and not scan:
+        yield from _with_least_remat(settings, target, plan, figures)
 
 
 def _with_least_remat(
-    settings: Settings, plan: Plan, figures: dict[str, Any]
+    settings: Settings, target: Target, plan: Plan, figures: dict[str, Any]
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """The unrolled layout whose fewest layers recompute; `figures`: the plan without remat."""
     depth = _model_of(settings).depth
@@ -389,7 +402,7 @@ def _with_least_remat(
         memory = figures["memory_bytes"]
         short = -memory["margin"]
         if memory["may_not_fit"]:  # the next one shall fit for certain
-            short = memory["peak"] - memory["capacity"] / (1 + UNCERTAINTY)
+            short = memory["peak"] - memory["capacity"] / (1 + uncertainty_of(settings, target))
         layers += max(math.ceil(short / saved), 1)
         if layers > depth:
             return

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from vit_jax.config import Settings
-from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, SLICES, Chip, Slice, count_chips
+from vit_jax.devices.chips import CHIPS, SLICES, Chip, Slice, count_chips
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.devices.mesh import (
     AXES,
@@ -113,7 +113,8 @@ def describe_devices(target: Target) -> list[DescribedDevice]:
     if target.chip.is_gpu:
         major, minor = GPUS[target.slice.chip].capability
         describe = functools.partial(DescribedGpu, compute_capability=f"{major}.{minor}")
-        return [describe(i, i // GPUS_PER_HOST, kind, "gpu") for i in range(target.num_chips)]
+        on_host = target.slice.chips_per_host
+        return [describe(i, i // on_host, kind, "gpu") for i in range(target.num_chips)]
     x, y, z = (*map(int, target.slice.name.partition(":")[2].split("x")), 1)[:3]
     places = [
         (slice_index, (i, j, k), core)
@@ -136,15 +137,23 @@ def find_devices(target: Target) -> list[Any]:
         return describe_devices(target)
     options: dict[str, Any] = {}
     if target.chip.is_gpu:
-        options["target_config"] = describe_to_xla(target.slice.chip)
-        hosts = target.slice.num_hosts
-        options["topology"] = f"1x{hosts}x{target.num_chips // hosts}"
+        kind = target.chip.device_kinds[0]
+        options["target_config"] = describe_to_xla(GPUS[target.slice.chip], kind)
+        options["topology"] = f"1x{target.slice.num_hosts}x{target.slice.chips_per_host}"
         return list(topologies.get_topology_desc("", "cuda", **options).devices)
     if target.chip.has_two_cores and target.chip.devices == 1:  # both are one device to JAX
         options["chip_config_name"] = "megacore"
     if target.num_slices > 1:
         options["num_slices"] = target.num_slices
     return list(topologies.get_topology_desc(target.slice.name, "tpu", **options).devices)
+
+
+def host_of_gpu(device: Any) -> int:
+    """The index of the host of a GPU, or of the hosts that share its NVLink.
+
+    A host may have a process for each GPU, so there JAX's slice counts; a described GPU has none.
+    """
+    return device.process_index if jax.process_count() == 1 else device.slice_index
 
 
 def target_of(devices: Sequence[Any]) -> Target | None:
@@ -155,7 +164,8 @@ def target_of(devices: Sequence[Any]) -> Target | None:
         return None
     number, num_slices = count_chips(devices), count_slices(devices)
     if CHIPS[chip].is_gpu:
-        return Target(Slice(f"{chip}:{number}", chip, number, math.ceil(number / GPUS_PER_HOST)))
+        hosts = len({host_of_gpu(device) for device in devices})
+        return Target(Slice(f"{chip}:{number}", chip, number, hosts))
     sides = [max(at) - min(at) + 1 for at in zip(*(d.coords for d in devices), strict=True)]
     name = f"{chip}:{'x'.join(map(str, sides))}"
     found = SLICES.get(name) or SLICES.get(name.removesuffix("x1"))
