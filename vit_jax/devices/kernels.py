@@ -169,7 +169,7 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return f"model.attention_dropout={dropout} drops weights"
     if width % 8:
         return f"heads are {width} wide, which 8 does not divide"
-    if on_tpu and heads % mesh.shape["tensor"]:
+    if heads % mesh.shape["tensor"]:
         return f"mesh.tensor={mesh.shape['tensor']} does not divide model.num_heads={heads}"
     if on_tpu and tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
