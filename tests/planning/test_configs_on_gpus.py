@@ -42,6 +42,9 @@ pytestmark = [
 ]
 FULL = [form for form in EVERY_FORM if "debug" not in form[1]]
 DATA, FSDP = {"data": 8, "fsdp": 1}, {"data": 1, "fsdp": 8}
+# cuDNN's attention in a step: how often its forward pass, and its backward pass.
+CALLS = {("pretrain", "ViT-B/16,imagenet2012"): (2, 2), ("deit", "DeiT-B/16"): (2, 2),
+         ("mae", "ViT-B/16"): (10, 10)}  # fmt: skip
 
 
 def on_gpus(name, words, axes, scan, devices=None):
@@ -74,7 +77,7 @@ def shared_kernels(pytestconfig):
 def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     """Every array of the state keeps its place; nothing goes to the host; products are narrow.
 
-    The compiled program has the jaxpr's products.
+    The compiled program has the jaxpr's products, and attention by cuDNN.
     """
     experiment, settings, mesh = on_gpus(name, words, axes, scan)
     with jax.set_mesh(mesh):
@@ -83,9 +86,14 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14  # the metrics
     assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
-    flops = Counter()
+    flops, kinds = Counter(), Counter()
     for work in Program(text).work():
         flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
+        kinds[work.kind] += work.count
+    calls = kinds["__cudnn$fmhaSoftmax"], kinds["__cudnn$fmhaSoftmaxBackward"]
+    assert calls == CALLS.get((name, words), calls)
+    if has_kernels(experiment.model):
+        assert calls[1] or (settings.optimizer.freeze and calls[0])
     expected = program_flops(traced.jaxpr.jaxpr)
     assert mesh.size * flops.total() == pytest.approx(expected, rel=0.01)
     if settings.model.dtype == "bfloat16":

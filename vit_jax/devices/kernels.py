@@ -236,9 +236,10 @@ def _cudnn_attention(
     *,
     mesh: Mesh,
 ) -> jax.Array:
-    """`block_ops.AttentionKernel` by cuDNN, by its name, as JAX would fall back in silence.
+    """`block_ops.AttentionKernel` by cuDNN.
 
-    Queries of padding attend to the tokens that count, so that their outputs are finite.
+    The call names cuDNN; without the name JAX would choose another implementation silently. Queries
+    of padding attend to the tokens that count, so that their outputs are finite.
     """
     if parts:
         kernel = partial(_cudnn_attention, mesh=mesh)
