@@ -81,17 +81,19 @@ def pip(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["tpu", "cuda", "jax[cuda12]>=0.10.2"])
-def test_packages_resolve_for_python_3_12(extra, pip, tmp_path):
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_packages_resolve(python, extra, pip, tmp_path):
     words, wheels = pip
     root = str(notebooks.ROOT)
     wanted = [root, extra] if "[" in extra else [f"{root}[{extra}]"]
     subprocess.run(
-        [*words, "install", "--dry-run", "--ignore-installed", "--python-version=3.12",
+        [*words, "install", "--dry-run", "--ignore-installed", f"--python-version={python}",
          "--only-binary=:all:", f"--find-links={wheels}", f"--target={tmp_path / 'target'}",
          f"--report={tmp_path / 'report'}", *wanted],
         check=True,
     )  # fmt: skip
     found = json.loads((tmp_path / "report").read_text())["install"]
     files = [package["download_info"]["url"].rpartition("/")[2] for package in found]
-    assert any(re.match(r"jaxlib-0\.1\d\..*-cp312-", file) for file in files), files
+    made_for = f"-cp{python.replace('.', '')}-"
+    assert any(re.match(rf"jaxlib-0\.1\d\..*{made_for}", file) for file in files), files
     assert any(re.match("libtpu-|jax_cuda1[23]_plugin-", file) for file in files), files

@@ -2,9 +2,12 @@
 
 import jax
 import pytest
+from read_settings import settings_of
 
+from vit_jax.config import base_config
 from vit_jax.devices import compiler
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.evaluators import inputs
 
 KEYS = (
     "jax_compilation_cache_dir",
@@ -47,6 +50,18 @@ def test_without_a_writable_folder_nothing_is_kept(unset, tmp_path):
     (tmp_path / "vit_jax").write_text("a file where the folder should be")
     compiler.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_evaluators_compile_as_the_step_does(monkeypatch):
+    c = base_config()
+    c.mesh.deterministic = True
+    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+    model, size = None, (8, 8)
+    evaluator = inputs.EvalInputs("own", settings_of(c), model, mesh, {}, (), size)
+    asked = []
+    monkeypatch.setattr(inputs, "compiler_options", lambda *_, **given: asked.append(given) or {})
+    assert evaluator.jit(jax.numpy.negative)(1.0).sharding == evaluator.replicated
+    assert asked == [{"deterministic": True}]
 
 
 def test_options_that_xla_does_not_know_are_left_out(caplog):

@@ -94,6 +94,7 @@ def test_kernels_are_chosen_by_platform_and_key(cudnn_by_xla):
         ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
         ("tpu", {"patch_size": 1, "image_size": 28}, 1, ["785 tokens", "1000"]),
         ("gpu", {"dtype": "float32"}, 1, ["cuDNN", "bfloat16", "float32"]),
+        ("gpu", {"dtype": "bfloat16"}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
         ("gpu", {"dtype": "bfloat16", "pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
         ("gpu", {"dtype": "bfloat16", "attention_dropout": 0.1}, 1, ["attention_dropout=0.1"]),
     ],

@@ -1,6 +1,7 @@
 """Runs evaluators on hand-made batches, whose images are the model's outputs, and on the digits."""
 
 import types
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ def make_inputs(batches, **given):
     `batches`: those of a pass, or split key, record ids -> batches.
     """
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+    replicated = NamedSharding(mesh, PartitionSpec())
     number = None if callable(batches) or not batches else batches[0]["image"].shape[-1]
     inputs = types.SimpleNamespace(
         source=lambda key="split": types.SimpleNamespace(num_classes=number),
@@ -53,7 +55,7 @@ def make_inputs(batches, **given):
         image_size=(4, 4), batch_size=4,
         apply=lambda state, images, method="__call__": state * images,
         batches=batches if callable(batches) else lambda *_, **__: batches,
-        mesh=mesh, replicated=NamedSharding(mesh, PartitionSpec()),
+        mesh=mesh, replicated=replicated, jit=partial(jax.jit, out_shardings=replicated),
     )  # fmt: skip
     inputs.spread = lambda number: inputs.batches(record_ids=np.arange(number))
     inputs.__dict__.update(given)

@@ -189,7 +189,7 @@ def test_examples_are_those_of_the_metrics_without_padding():
     inputs = types.SimpleNamespace(
         settings=settings_of(base_config()),
         apply=lambda state, image: image, batches=lambda: [batch, batch],
-        replicated=jax.sharding.SingleDeviceSharding(jax.devices()[0]), see=seen.append,
+        jit=jax.jit, see=seen.append,
         source=lambda: types.SimpleNamespace(num_classes=3),
     )  # fmt: skip
     evaluator = Classification(split="test", every="1 epochs")

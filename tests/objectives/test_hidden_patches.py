@@ -302,7 +302,7 @@ def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
     inputs = SimpleNamespace(
         name="own", folder=epath.Path(tmp_path), batches=lambda: batches,
         spread=lambda number: [batches[0] | {"mask": np.array([1, 0])}],
-        replicated=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        jit=jax.jit,
     )  # fmt: skip
     evaluator = ReconstructionLoss(split="test", every="1 epochs", num_images=1)
     measure = evaluator.bind_to(inputs, reconstruct)

@@ -41,11 +41,22 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),
 ]
 FULL = [form for form in EVERY_FORM if "debug" not in form[1]]
+STEPS = [
+    (*form, scan)
+    for form in FULL
+    for scan in (False, True)
+    if not scan or "scan" in fields_of(without_files(*form).model.name)
+]
 DATA, FSDP = {"data": 8, "fsdp": 1}, {"data": 1, "fsdp": 8}
+# cuDNN's attention in a step: how often its forward pass, and its backward pass.
+CALLS = {("pretrain", "ViT-B/16,imagenet2012"): (2, 2), ("deit", "DeiT-B/16"): (2, 2),
+         ("mae", "ViT-B/16"): (10, 10)}  # fmt: skip
 
 
 def on_gpus(name, words, axes, scan, devices=None):
     """(experiment, settings, mesh) of a form with two layers, and a batch that eight divides.
+
+    EfficientNets have each of their kinds of blocks once or twice.
 
     The batch is so small that XLA need not compute again to save memory; three repeats divide it.
     """
@@ -53,8 +64,8 @@ def on_gpus(name, words, axes, scan, devices=None):
     c.global_batch_size = min(c.global_batch_size + -c.global_batch_size % 8,
                               64 if "L2" in words else 2112)  # fmt: skip
     fields = fields_of(c.model.name)
-    c.model.update({key: value for key, value in (("depth", 2), ("scan", scan or None))
-                    if key in fields})  # fmt: skip
+    few = {"depth": 2, "depth_factor": 0.3, "scan": scan or None}
+    c.model.update({key: value for key, value in few.items() if key in fields})
     c.mesh.update(axes)
     settings = settings_of(c)
     mesh = plan_mesh(settings, Target(find_slice("H100:8")), devices)
@@ -68,13 +79,12 @@ def shared_kernels(pytestconfig):
     return {"xla_gpu_kernel_cache_file": str(folder / "cache")}
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("axes", [DATA, FSDP], ids=["data", "fsdp"])
-@pytest.mark.parametrize(("name", "words"), FULL)
+@pytest.mark.parametrize(("name", "words", "scan"), STEPS)
 def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     """Every array of the state keeps its place; nothing goes to the host; products are narrow.
 
-    The compiled program has the jaxpr's products.
+    The compiled program has the jaxpr's products, and attention by cuDNN.
     """
     experiment, settings, mesh = on_gpus(name, words, axes, scan)
     with jax.set_mesh(mesh):
@@ -83,9 +93,14 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14  # the metrics
     assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
-    flops = Counter()
+    flops, kinds = Counter(), Counter()
     for work in Program(text).work():
         flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
+        kinds[work.kind] += work.count
+    calls = kinds["__cudnn$fmhaSoftmax"], kinds["__cudnn$fmhaSoftmaxBackward"]
+    assert calls == CALLS.get((name, words), calls)
+    if has_kernels(experiment.model):
+        assert calls[1] or (settings.optimizer.freeze and calls[0])
     expected = program_flops(traced.jaxpr.jaxpr)
     assert mesh.size * flops.total() == pytest.approx(expected, rel=0.01)
     if settings.model.dtype == "bfloat16":

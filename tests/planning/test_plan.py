@@ -919,6 +919,18 @@ def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
     assert len(others | {first}) == 6
 
 
+def test_several_processes_compile_together(monkeypatch):
+    """None of them reads its cache: XLA for GPUs lets each try a share of the kernels."""
+    made = []
+    monkeypatch.setattr(planning, "calculate_plan", lambda *_: made.append(1) or {"found": 1})
+    given = settings_of(tiny_config()), Target(find_slice("v5e:2x2"), may_compile=False)
+    for number, devices in ((1, None), (1, []), (2, None)):
+        monkeypatch.setattr(jax, "process_count", lambda n=number: n)
+        assert planning.plan(*given, devices)["found"] == len(made) == 1
+    planning.plan(*given, [])
+    assert len(made) == 2
+
+
 def test_a_plan_with_a_teacher_is_found_again(monkeypatch):
     """Functions among the teacher's fields have other addresses in every process."""
     target, config = Target(find_slice("v5e:2x2")), tiny_config()

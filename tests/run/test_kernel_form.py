@@ -120,7 +120,7 @@ def test_another_form_must_be_faster_in_every_round(seconds, memory, chosen, clo
     runs = {name: (functools.partial(run, name), memory.get(name, 10)) for name in seconds}
     monkeypatch.setattr(kernel_choice, "_compile_forms", lambda *args: (runs, {}))
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    assert kernel_choice._measure(None, mesh, 1, ["plain", "attention", "rows"], None) == chosen
+    assert kernel_choice._measure(None, mesh, 1, ["plain", "attention", "rows"], None, {}) == chosen
 
 
 def test_a_form_that_fails_is_left_out_and_a_run_that_asks_for_it_ends(

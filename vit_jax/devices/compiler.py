@@ -26,9 +26,9 @@ _TPU = {
     "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
 }
 
-# Kernels that add in no fixed order have others in their place: scatters are sorted, and cuDNN's
-# backward passes take their deterministic forms. Products and convolutions take the kernels by
-# default, not those that were fastest when tried.
+# Replaces kernels that add in no fixed order: XLA sorts scatters, and takes cuDNN's deterministic
+# backward passes. It takes the first kernel that can compute a product or a convolution, and times
+# none.
 _DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 _MAX_CACHE_BYTES = 10 * 2**30  # beyond it, JAX removes the programs that were unused for longest

@@ -169,7 +169,7 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return f"model.attention_dropout={dropout} drops weights"
     if width % 8:
         return f"heads are {width} wide, which 8 does not divide"
-    if on_tpu and heads % mesh.shape["tensor"]:
+    if heads % mesh.shape["tensor"]:
         return f"mesh.tensor={mesh.shape['tensor']} does not divide model.num_heads={heads}"
     if on_tpu and tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
@@ -236,9 +236,10 @@ def _cudnn_attention(
     *,
     mesh: Mesh,
 ) -> jax.Array:
-    """`block_ops.AttentionKernel` by cuDNN, by its name, as JAX would fall back in silence.
+    """`block_ops.AttentionKernel` by cuDNN.
 
-    Queries of padding attend to the tokens that count, so that their outputs are finite.
+    The call names cuDNN; without the name JAX would choose another implementation silently. Queries
+    of padding attend to the tokens that count, so that their outputs are finite.
     """
     if parts:
         kernel = partial(_cudnn_attention, mesh=mesh)

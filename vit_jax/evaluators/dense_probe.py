@@ -7,7 +7,6 @@ Source: Oquab et al. 2023 (arXiv:2304.07193), section 7.4: a linear layer on the
 """
 
 import collections
-import functools
 import itertools
 import pathlib
 import re
@@ -75,7 +74,7 @@ class DenseProbe(FeatureEvaluator):
         check_shared(files, inputs.sources)
         upright = Upright(inputs)
 
-        @functools.partial(jax.jit, out_shardings=inputs.replicated)
+        @inputs.jit
         def compute(state: TrainState, batch: Batch) -> tuple[Images, jax.Array, jax.Array]:
             return inputs.maps(state, batch["image"]), batch["id"], batch["mask"]
 

@@ -61,7 +61,7 @@ def make_gather(inputs: EvalInputs, method: str = "features") -> Gather:
     be read, `gather` raises a NothingToMeasureError that names `split_key`.
     """
 
-    @functools.partial(jax.jit, out_shardings=inputs.replicated)
+    @inputs.jit
     def compute(
         state: TrainState, batch: Batch
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

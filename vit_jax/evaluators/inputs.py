@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from vit_jax.config.settings import Settings
 from vit_jax.data import Source, eval_batches, order, to_value_range
 from vit_jax.data.ops import HostOp
 from vit_jax.data.preprocessing import eval_batch
+from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.watched import as_map
@@ -72,6 +72,11 @@ class EvalInputs:
     def replicated(self) -> jax.sharding.Sharding:
         """The sharding that puts a whole array on every process."""
         return NamedSharding(self.mesh, P())
+
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, jitted as the step is; whole results on every process."""
+        options = compiler_options(self.mesh, deterministic=self.settings.mesh.deterministic)
+        return jax.jit(function, out_shardings=self.replicated, compiler_options=options)
 
     def apply(self, state: TrainState, images: Images, method: str = "__call__") -> jax.Array:
         """Output of a method of the model for uint8 images (B, H, W, 3), pictures too; jit it."""
@@ -130,7 +135,7 @@ class EvalInputs:
     def images(self, split_key: str, record_ids: np.ndarray) -> dict[int, np.ndarray]:
         """{record id: uint8 (H, W, C)} on every process; of images that can be read."""
 
-        @functools.partial(jax.jit, out_shardings=self.replicated)
+        @self.jit
         def gather(batch: Batch) -> tuple[jax.Array, Images, jax.Array]:
             return batch["id"], batch["image"], batch["mask"]
 

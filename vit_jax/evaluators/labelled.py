@@ -126,7 +126,7 @@ def measure_labels(
     """
     read = functools.cache(read)
 
-    @functools.partial(jax.jit, out_shardings=inputs.replicated)
+    @inputs.jit
     def compute(state: TrainState, batch: Batch, given: tuple[Any, ...]) -> tuple[Any, Any]:
         logits_BC, batch = relabel(inputs.apply(state, batch["image"]), batch, *given)
         mask_B = batch["mask"]

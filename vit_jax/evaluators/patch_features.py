@@ -4,7 +4,6 @@ Axes: B images of a batch, H height, W width, C channels, R rows and S columns o
 features.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -75,7 +74,7 @@ class PatchFeatures(SplitEvaluator):
         number = min(self.num_images, inputs.source().num_examples)
         table = TableWriter(inputs, FOLDER)
 
-        @functools.partial(jax.jit, out_shardings=inputs.replicated)
+        @inputs.jit
         def compute(state: TrainState, batch: Batch) -> tuple[Images, Images, jax.Array]:
             found = (batch["image"], inputs.maps(state, batch["image"]), batch["mask"])
             return jax.tree.map(lambda rows: rows[:number], found)

@@ -3,7 +3,6 @@
 Axes: B images of a batch, K images of the table, H height, W width, C channels.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -56,12 +55,12 @@ class ReconstructionLoss(SplitEvaluator):
         """`bind`, with the function that reconstructs images."""
         table = TableWriter(inputs, FOLDER)
 
-        @jax.jit
+        @inputs.jit
         def compute(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
             found = reconstruct(params, batch["image"], batch["id"])
             return (found.loss_B * batch["mask"]).sum(), batch["mask"].sum()
 
-        @functools.partial(jax.jit, out_shardings=inputs.replicated)
+        @inputs.jit
         def draw(params: Params, batch: Batch) -> tuple[tuple[Images, ...], jax.Array]:
             found = reconstruct(params, batch["image"], batch["id"])
             return (found.hidden, found.restored, batch["image"]), batch["mask"]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 
 from vit_jax.base import files
 from vit_jax.config import Settings
@@ -32,6 +33,8 @@ def plan(
     """Plan the run of some settings: figures for JSON.
 
     Plans are cached by settings, code and versions. The stages of a run are cached one by one.
+    Several processes always compile: XLA for GPUs shares the trials of kernels among them, so none
+    may find the plan in its cache while another compiles.
 
     Args:
       settings: resolved; no data are read.
@@ -46,7 +49,8 @@ def plan(
 
 def _plan(settings: Settings, target: Target, devices: Sequence[Any] | None) -> dict[str, Any]:
     cached = cache_file(settings, target)
-    if cached.exists():
+    is_alone = devices is None or jax.process_count() == 1
+    if is_alone and cached.exists():
         return json.loads(cached.read_text())
     if target.is_compiled_for:
         figures = compile_plan(settings, target, devices)

@@ -20,7 +20,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute
                "collective-broadcast")  # fmt: skip
 _DTYPE_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
-# Take no time and move nothing, but for what they call.
+# These take no time and move no bytes; the computations that they call may.
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
          "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
 _WORKSPACE = re.compile(r", [us]8\[\d+\](\{[^{}]*\})?\)$")  # the last result of a library's call

@@ -100,7 +100,7 @@ class DescribedDevice:
 
 @dataclasses.dataclass(frozen=True)
 class DescribedGpu(DescribedDevice):
-    """With what GPUs have besides."""
+    """A GPU's description also has its compute capability."""
 
     compute_capability: str = ""
 

@@ -4,7 +4,6 @@ Where neither the model nor its images change, each epoch would compute the same
 """
 
 import dataclasses
-import functools
 import io
 import logging
 from typing import IO, cast
@@ -65,7 +64,7 @@ def _compute(run: Run, state: TrainState) -> np.ndarray:
     sources = {"data": run.train_source}
     inputs = EvalInputs("train", settings, model, run.mesh, sources, host_ops, size)
 
-    @functools.partial(jax.jit, out_shardings=inputs.replicated)
+    @inputs.jit
     def compute(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         x_BD = inputs.apply(state, batch["image"], "features").astype(jnp.float16)
         return x_BD, batch["id"], batch["mask"]

@@ -16,6 +16,7 @@ from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices.chips import count_chips
+from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.kernels import fastest, find_forms, in_dtype_of
 from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.diagnosis.certificate import NotRunError, without_names
@@ -85,7 +86,7 @@ def measure_kernels(context: Context) -> dict[str, Any]:
     mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=[device])
     model = in_dtype_of(device, model_of(settings.model, settings.data))
     forms = find_forms(model, mesh)
-    found, faults = measure_forms(model, mesh, images, [*forms])
+    found, faults = measure_forms(model, mesh, images, [*forms], compiler_options(mesh))
     faults = {form: without_names(fault, fault) for form, fault in faults.items()}
     said = ", ".join(f"{form} {1e3 * timed.seconds:.4g} ms" for form, timed in found.items())
     left_out = "".join(f"; {form}: {fault}" for form, fault in faults.items())

@@ -38,6 +38,9 @@ _SHOWN = 300  # characters of an error
 _FASTER = 0.95  # a form with this share of the calculated one's time may take its place
 
 
+Options = dict[str, bool]  # of XLA's compiler
+
+
 class Timed(NamedTuple):
     """A form of a block: its seconds in each round, and the bytes of its temporaries."""
 
@@ -89,9 +92,11 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
             "images": images,
             "tensor": tensor,
             "forms": [*forms],
+            "deterministic": settings.mesh.deterministic,
         }
         kept = _place(facts | software())
-        return _read(kept, forms) or _measure(model, share, images, [*forms], kept)
+        options = compiler_options(share, deterministic=settings.mesh.deterministic)
+        return _read(kept, forms) or _measure(model, share, images, [*forms], kept, options)
 
     with watchdog.phase("compile"):
         deadline_s = settings.job.compile_deadline_s
@@ -140,11 +145,16 @@ def _read(kept: epath.Path | None, names: Collection[str]) -> str | None:
 
 
 def _measure(
-    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str], kept: epath.Path | None
+    model: nn.Module,
+    mesh: Mesh,
+    images: int,
+    names: Sequence[str],
+    kept: epath.Path | None,
+    options: Options,
 ) -> str:
     """The fastest form of `names`, which end with the calculated one; writes it to `kept`."""
     began, kind = time.monotonic(), mesh.devices.flat[0].device_kind
-    found, faults = measure_forms(model, mesh, images, names)
+    found, faults = measure_forms(model, mesh, images, names, options)
     for name, fault in faults.items():
         logger.warning("model.kernels: the form %s is left out: %s", name, fault)
     if not found:
@@ -163,15 +173,15 @@ def _measure(
 
 
 def measure_forms(
-    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
+    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str], options: Options
 ) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Run a block forward and backward in each form of `names`.
+    """Run a block forward and backward in each form of `names`, compiled with `options`.
 
     Returns:
       {name: what was measured}, and {name: the fault of a form that fails or differs from the plain
       one}.
     """
-    runs, faults = _compile_forms(model, mesh, images, names)
+    runs, faults = _compile_forms(model, mesh, images, names, options)
     rounds = [
         {name: median_seconds(run, _RUNS) for name, (run, _) in runs.items()}
         for _ in range(_ROUNDS)
@@ -183,7 +193,7 @@ def measure_forms(
 
 
 def _compile_forms(
-    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
+    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str], options: Options
 ) -> tuple[dict[str, tuple[Callable[[], Any], int]], dict[str, str]]:
     """`_compile` of the forms that compute as they should; the faults of the others."""
     forms, runs, faults = find_forms(model, mesh), {}, {}
@@ -192,7 +202,7 @@ def _compile_forms(
         try:
             _, difference = compare_with_plain(of_form, mesh)
             if difference is None:
-                compiled = _compile(of_form, mesh, images)
+                compiled = _compile(of_form, mesh, images, options)
                 compiled[0]()
                 runs[name] = compiled
         except Exception as error:  # a compiler, a kernel or JAX may raise anything
@@ -202,7 +212,9 @@ def _compile_forms(
     return runs, faults
 
 
-def _compile(model: nn.Module, mesh: Mesh, images: int) -> tuple[Callable[[], Any], int]:
+def _compile(
+    model: nn.Module, mesh: Mesh, images: int, options: Options
+) -> tuple[Callable[[], Any], int]:
     """A function that runs a block of `model` forward and backward and waits for it, and the bytes
     of its temporaries.
     """
@@ -215,7 +227,7 @@ def _compile(model: nn.Module, mesh: Mesh, images: int) -> tuple[Callable[[], An
             given = sample._replace(params=params, x=x, grad=grad)
             return given.run(sample.block, train=True)
 
-        program = jax.jit(run, compiler_options=compiler_options(mesh)).lower(*arrays).compile()
+        program = jax.jit(run, compiler_options=options).lower(*arrays).compile()
     memory = flops.expected_memory(program.memory_analysis())
     return lambda: jax.block_until_ready(program(*arrays)), memory.temporaries
 
