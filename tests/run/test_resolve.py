@@ -279,21 +279,6 @@ def test_one_part_at_a_time(words):
         load_config(f"finetune:ViT-B/16,folder,{words}")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("init_fields", "sauce", "source"),
-        ("schedule.rule", "bat", "bit"),
-        ("optimizer.last_layers", "0", "last_layers=0"),
-        ("init_from", "scratch", "init_fields='source'"),
-    ],
-)
-def test_faults_that_need_no_file(key, value, says):
-    config = load_config("finetune:ViT-B/16,folder")
-    apply_overrides(config, [("init_from", "w.npz"), (key, value)])
-    assert any(says in fault for fault in find_faults(config))
-
-
 @pytest.mark.slow
 def test_lora_from_start_to_export(folder, source, tmp_path):
     """Trains, resumes without its source, and is evaluated, predicted, merged and exported."""
