@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asked import evaluate_model, prepare, train_and_evaluate
+from asked import count_steps, evaluate_model, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
@@ -23,6 +23,7 @@ from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
 from vit_jax.inference.predict import classify
+from vit_jax.run import loop
 from vit_jax.run.setup import workdir as workdir_module
 from vit_jax.run.setup.resolve import Opener, freeze_layers, resolve, take_fields
 from vit_jax.run.setup.validation import find_faults
@@ -419,6 +420,7 @@ def test_a_start_and_an_evaluation_read_config_json_once(tmp_path, monkeypatch):
     """Process 0 reads it; under the lock its bytes are compared with those that were read."""
     config = load_config("quickstart:debug")
     apply_overrides(config, [("duration", "1 steps"), ("schedule.warmup", "0 steps")])
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     train_and_evaluate(config, tmp_path)
     parsed, parse = [], workdir_module.parse_stored
     monkeypatch.setattr(workdir_module, "parse_stored", lambda *a: parsed.append(1) or parse(*a))

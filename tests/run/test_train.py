@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 import pathlib
 import shutil
 import signal
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asked import prepare, train_and_evaluate
+from asked import count_steps, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
@@ -67,16 +68,6 @@ class Started(Exception):
 
 def stop_here(run):
     raise Started
-
-
-def step_without_a_model(run):
-    """In the place of `compile_step`: counts steps; the loss of step 17 is no number."""
-
-    def train_step(state, batch):
-        loss = jnp.float32("nan" if int(state.step) == 16 else 1)
-        return state.replace(step=state.step + 1), {"loss": loss, "masked": jnp.float32(0)}
-
-    return train_step
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +249,8 @@ def test_order_is_log_evaluate_flush_save_commit_close_and_compilation_counts(tu
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
+    losses = {16: math.nan}  # of step 17
+    monkeypatch.setattr(loop, "compile_step", count_steps(lambda step: losses.get(step, 1.0)))
     assert main([f"--config={FILE}", f"--workdir={tmp_path / 'run'}"]) == 1
     error = capsys.readouterr().err
     assert "step 17: " in error and "loss is nan" in error and "last save: step 10" in error
@@ -471,7 +463,7 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", no_space)
-    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     with pytest.raises(OSError, match="No space left on device"):
         train_and_evaluate(make_config(duration="4 steps", checkpoint__every="2 steps"), tmp_path)
 
@@ -649,7 +641,7 @@ def test_init_from_another_architecture_of_the_same_shapes_is_refused(finished, 
 
 
 def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     monkeypatch.setattr(record, "evaluate", lambda *_: {"test/top1": 0.5})
 
     def should_stop(guard, step):
