@@ -88,11 +88,8 @@ def test_what_a_run_leaves(finished):
     assert summary["images_seen"] == 40 * 64
     assert summary["images_per_s"] > 0 and "chip_hours" not in summary  # of a CPU
     assert json.loads((workdir / "classes.json").read_text()) == list("0123456789")
-    config = json.loads((workdir / "config.json").read_text())
-    assert (
-        config["resolved"]["data"]["num_examples"] == 1437
-        and config["resolved"]["data"]["num_classes"] == 10
-    )
+    of_data = json.loads((workdir / "config.json").read_text())["resolved"]["data"]
+    assert (of_data["num_examples"], of_data["num_classes"]) == (1437, 10)
 
 
 def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys):
@@ -666,15 +663,10 @@ def test_chosen_steps_are_traced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "platform, gib, said",
-    [
-        ("cpu", 3, True),
-        ("cpu", 1, False),
-        ("gpu", 9, True),
-        ("gpu", 7, False),
-        ("other", 99, False),
-    ],
-)
+    ("platform", "gib", "said"),
+    [("cpu", 3, True), ("cpu", 1, False), ("gpu", 9, True), ("gpu", 7, False),
+     ("other", 99, False)],
+)  # fmt: skip
 def test_more_memory_than_there_is_is_said_with_what_saves_some(
     platform, gib, said, monkeypatch, caplog
 ):
