@@ -177,16 +177,23 @@ never_with_checks = pytest.fixture(_unchecked, scope="module")
 
 @pytest.fixture(scope="module")
 def experiments_made_once():
-    """Make one experiment for all runs with equal settings: most runs of a file.
+    """Make one experiment for all runs with equal settings, most runs of a file; compile it once.
 
-    A run that is resumed then starts as it does otherwise, but JAX has compiled its step. Processes
+    A run that is resumed then starts as it does otherwise, but its step is compiled. Processes
     of their own, in the slow tests of run/test_resume.py, show that a compiled step is the same
     whenever it is compiled, of a later size too.
     """
     from vit_jax.experiment import stages
-    from vit_jax.run import build
+    from vit_jax.run import build, loop
 
     made, make = [], build.make_experiment
+    compiled, compile_step = {}, loop.compile_step
+
+    def compile_once(run):
+        experiment = run.experiment
+        if id(experiment) not in compiled:
+            compiled[id(experiment)] = experiment, compile_step(run)
+        return compiled[id(experiment)][1]
 
     def make_once(settings, mesh, preprocessing=None, teachers=(), last=None):
         if teachers:
@@ -204,4 +211,5 @@ def experiments_made_once():
     with pytest.MonkeyPatch.context() as patch:
         for module in (build, stages):
             patch.setattr(module, "make_experiment", make_once)
+        patch.setattr(loop, "compile_step", compile_once)
         yield

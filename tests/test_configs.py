@@ -1,6 +1,7 @@
 """Every file in configs/, and the paper's table of pretraining recipes."""
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import re
@@ -357,252 +358,35 @@ def test_evaluated_pixels_at_224_are_those_of_a_resize_to_256(name, words):
             np.testing.assert_array_equal(ours, published)
 
 
-# What the papers' tables say of keys, typed independently.
-
-# None: adamw's own b1 and b2, compared with the table in experiment/test_optimizers.py.
-IN_TABLE_3 = {
-    "global_batch_size": 4096, "data.image_size": 224, "optimizer.name": "adamw",
-    "optimizer.b1": None, "optimizer.b2": None, "optimizer.weight_decay_on": ".*/kernel",
-    "schedule.warmup": "10000 steps", "schedule.cooldown": "0 steps",
-    "model.attention_dropout": None, "loss.label_smoothing": 0.0,
-}  # fmt: skip
-OF_DATA = {
-    "imagenet2012": {"data.split": "train", "evals.val.split": "validation",
-                     "loss.name": "softmax", "model.head_bias": None,
-                     "optimizer.grad_clip_norm": 1.0},
-    "imagenet21k": {"data.split": "train[50000:]", "evals.val.split": "train[:50000]",
-                    "loss.name": "sigmoid", "model.head_bias": -10.0,
-                    "optimizer.grad_clip_norm": None},
-}  # fmt: skip
-OF_DATA["jft=my_photos"] = OF_DATA["imagenet21k"]
-# Models, data, epochs (the config's default first), rate, decay, weight decay, dropout.
-TABLE_3 = [
-    ("ViT-B/16 ViT-B/32 R50+ViT-B/16 R50+ViT-B/32", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
-    ("ViT-L/32", "jft", (7,), 6e-4, "linear", 0.1, 0.0),
-    ("ViT-L/16 R50+ViT-L/16", "jft", (7, 14), 4e-4, "linear", 0.1, 0.0),
-    ("ViT-H/14", "jft", (14,), 3e-4, "linear", 0.1, 0.0),
-    ("R50+ViT-L/32", "jft", (7,), 2e-4, "linear", 0.1, 0.0),
-    ("BiT-R50x1 BiT-R50x2", "jft", (7,), 1e-3, "linear", 0.1, None),
-    ("BiT-R101x1", "jft", (7,), 8e-4, "linear", 0.1, None),
-    ("BiT-R152x1 BiT-R152x2", "jft", (7,), 6e-4, "linear", 0.1, None),
-    ("ViT-B/16 ViT-B/32", "imagenet21k", (90,), 1e-3, "linear", 0.03, 0.1),
-    ("ViT-L/16 ViT-L/32", "imagenet21k", (90, 30), 1e-3, "linear", 0.03, 0.1),
-    ("ViT-B/16 ViT-B/32 ViT-L/16 ViT-L/32 ViT-H/14 ViT-S/16", "imagenet2012", (300,), 3e-3,
-     "cosine", 0.3, 0.1),
-]  # fmt: skip
+def without_braces(form):
+    """A{B C}D as ABD and ACD."""
+    start, brace, rest = form.partition("{")
+    choices, _, end = rest.partition("}")
+    if not brace:
+        return [form]
+    return [f for choice in choices.split() for f in without_braces(start + choice + end)]
 
 
-def of_table_3():
-    for models, data, choices, lr, decay, weight_decay, dropout in TABLE_3:
-        for model, epochs in itertools.product(models.split(), choices):
-            data = "jft=my_photos" if data == "jft" else data
-            word = f",{epochs}ep" if epochs != choices[0] else ""
-            keys = {
-                "model.name": model, "data.name": data.rpartition("=")[2],
-                "duration": f"{epochs} epochs", "optimizer.peak_lr": lr,
-                "optimizer.weight_decay": weight_decay, "schedule.name": decay,
-                "model.dropout": dropout, "model.hidden_head": "BiT" not in model or None,
-            }  # fmt: skip
-            yield "pretrain", f"{model},{data}{word}", IN_TABLE_3 | OF_DATA[data] | keys
+def read_recipes():
+    """(config's name, words, {key: value}) of each form of recipes.txt, which says how it is read.
+
+    A form has each key once.
+    """
+    rules = []
+    for paragraph in (CONFIGS.parent / "tests/recipes.txt").read_text().split("\n\n"):
+        lines = [line for line in paragraph.splitlines() if not line.startswith("#")]
+        heads = {form for line in lines if line[0] != " " for form in without_braces(line)}
+        rules.append((heads, [line.strip().split(" = ", 1) for line in lines if line[0] == " "]))
+    for form in sorted({form for heads, _ in rules for form in heads if "*" not in form}):
+        name, words = form.split(":")
+        fits = functools.partial(fnmatch.fnmatchcase, form)
+        lines = [line for heads, lines in rules if any(map(fits, heads)) for line in lines]
+        keys = {key: eval(text, {"FIRST": words.partition(",")[0]}) for key, text in lines}
+        assert len(keys) == len(lines), form
+        yield name, words, keys
 
 
-# RandAugment and MixUp of each row of AugReg's table.
-AUGREG = {
-    "none": "{}|flip",
-    "light1": "{}|randaugment(2, 0)|flip",
-    "light2": "{}|randaugment(2, 10)|flip|mixup(0.2)",
-    "medium1": "{}|randaugment(2, 15)|flip|mixup(0.2)",
-    "medium2": "{}|randaugment(2, 15)|flip|mixup(0.5)",
-    "strong1": "{}|randaugment(2, 20)|flip|mixup(0.5)",
-    "strong2": "{}|randaugment(2, 20)|flip|mixup(0.8)",
-}
-IN_AUGREG = OF_DATA["imagenet2012"] | {
-    "model.name": "ViT-L/16", "data.name": "imagenet2012", "duration": "300 epochs",
-    "global_batch_size": 4096, "data.image_size": 224, "optimizer.name": "adamw",
-    "optimizer.peak_lr": 1e-3, "optimizer.b2": None, "optimizer.weight_decay": 0.1,
-    "optimizer.grad_clip_norm": 1.0, "schedule.name": "cosine", "schedule.warmup": "10000 steps",
-    "model.dropout": None, "model.stochastic_depth": None, "model.hidden_head": None,
-}  # fmt: skip
-
-
-def of_augreg():
-    for name, ops in AUGREG.items():
-        of_crop = IN_AUGREG | {"data.ops": ops.format("inception_crop")}
-        yield "augreg", f"ViT-L/16,imagenet2012,{name}", of_crop
-        yield "cifar10", f"5k,{name}", {"data.ops": ops.format("decode")}
-        yield "cifar10", name, {"data.ops": ops.format("decode|pad_crop(4)")}
-    others = {"model.dropout": 0.1, "model.stochastic_depth": 0.1, "optimizer.weight_decay": 0.03,
-              "optimizer.grad_clip_norm": 1.0, "duration": "30 epochs"}  # fmt: skip
-    words = "ViT-S/16,imagenet21k,light1,reg,wd0.03,30ep"
-    yield "augreg", words, OF_DATA["imagenet21k"] | others
-
-
-SMALL_RATES = (0.001, 0.003, 0.01, 0.03)
-# Data, steps, learning rates, development split in per cent, split that is reported.
-TABLE_4 = [
-    ("imagenet2012", 20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation"),
-    ("cifar100", 10_000, SMALL_RATES, 2, "test"),
-    ("cifar10", 10_000, SMALL_RATES, 2, "test"),
-    ("oxford_iiit_pet", 500, SMALL_RATES, 10, "test"),
-    ("oxford_flowers102", 500, SMALL_RATES, 10, "test"),
-]
-IN_TABLE_4 = {
-    "model.name": "ViT-L/16", "global_batch_size": 512, "data.image_size": 384,
-    "optimizer.name": "sgd", "optimizer.momentum": None, "optimizer.weight_decay": 0.0,
-    "optimizer.grad_clip_norm": 1.0, "optimizer.ema_decay": None, "schedule.name": "cosine",
-    "schedule.warmup": "0 steps", "model.dropout": None, "model.hidden_head": None,
-    "init_head": "new", "data.ops": "inception_crop|flip",
-}  # fmt: skip
-
-
-def of_table_4():
-    for data, steps, rates, dev, test_split in TABLE_4:
-        cut = 100 - dev
-        own = IN_TABLE_4 | {"data.name": data, "duration": f"{steps} steps", "data.split": "train"}
-        own["optimizer.peak_lr"] = rates[2]
-        reported = {"evals.test.split": test_split, "evals.test.ops": "decode|resize"}
-        yield "finetune", f"ViT-L/16,{data}", own | reported | {"study.name": None}
-        of_study = {
-            "study.name": "finetune_sweep", "study.peak_lrs": rates, "study.seeds": 3,
-            "study.train_split": f"train[:{cut}%]", "study.dev_split": f"train[{cut}%:]",
-            "evals.held_out.split": test_split, "evals.held_out.ops": "decode|resize",
-        }  # fmt: skip
-        yield "finetune_study", f"ViT-L/16,{data}", own | of_study
-    sizes = {"ViT-L/16": (384, 512), "ViT-H/14": (378, 518), "ViT-B/32": (384, 512),
-             "R50+ViT-L/32": (384, 512), "R+ViT-Ti/16": (384, 512),
-             "R+ViT-Ti/14": (392, 504)}  # fmt: skip  # whose tokens cover 28 pixels
-    for model, (usual, headline) in sizes.items():
-        size, average = "data.image_size", "optimizer.ema_decay"
-        yield "finetune", f"{model},cifar10", {size: usual, average: None}
-        yield "finetune", f"{model},imagenet2012", {size: usual, average: None}
-        yield "finetune", f"{model},imagenet2012,headline", {size: headline, average: 0.9999}
-    yield "vtab", "ViT-B/16", {"duration": "2500 steps", "optimizer.peak_lr": 0.01}
-
-
-DEIT_OPS = ("inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|"
-            "erase(0.25, area_max=0.333)|mixup_or_cutmix(0.8, 1.0)")  # fmt: skip
-OF_TODAY = {
-    "deit3": {  # and ViT-5
-        "optimizer.name": "lamb", "optimizer.weight_decay": 0.05, "schedule.warmup": "5 epochs",
-        "schedule.name": "cosine", "loss.name": "sigmoid", "loss.whole_targets": True,
-        "loss.label_smoothing": 0.0, "data.repeats": 3, "model.uniform_depth": True,
-        "model.layer_scale": 1e-4, "global_batch_size": 2112,  # 2048 in pairs of 3 views
-        "data.ops": "inception_crop(area_min=0.08)|flip|three_augment|"
-        "color_jitter(1.0, 0.3, 0.3, 0.3, 0.0)|mixup_or_cutmix(0.8, 1.0)",
-    },
-    "finetune": {
-        "optimizer.name": "adamw", "optimizer.peak_lr": 1e-5, "optimizer.weight_decay": 0.1,
-        "duration": "20 epochs", "data.image_size": 224, "loss.label_smoothing": 0.1,
-        "loss.name": "softmax", "data.repeats": 1, "global_batch_size": 512, "init_head": "kept",
-        "init_from": "", "data.ops": "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|"
-        "mixup_or_cutmix(0.8, 1.0)",
-    },
-    "vit5": {
-        "model.norm": "rms", "model.qk_norm": True, "model.qkv_bias": False, "model.registers": 4,
-        "model.rotary": "indices", "model.rotary_base": 1e4, "model.rotary_registers": 100.0,
-    },
-    "giant": {
-        "optimizer.name": "adafactor", "optimizer.weight_decay": 0.03, "model.pool": "map",
-        "optimizer.head_decay": 100.0, "optimizer.grad_clip_norm": 1.0, "schedule.name": "rsqrt",
-        "schedule.warmup": "10000 steps", "schedule.timescale": "10000 steps",
-        "loss.name": "sigmoid", "model.head_bias": -10.0, "data.ops": "inception_crop|flip",
-        "data.image_size": 224, "data.name": "mine",
-    },
-    "dinov3": {
-        "model.name": "ViT-L/16", "global_batch_size": 2048, "data.image_size": 224,
-        "optimizer.layer_decay": 0.9, "optimizer.embedding_rate": 0.2, "data.num_global": 2,
-        "model.stochastic_depth": 0.3, "model.rotary": "normalised", "model.rotary_base": 100.0,
-        "model.pos_embed": "none", "objective.num_prototypes": 65_536,
-        "objective.patch_head": "own",
-        "objective.centring": "sinkhorn", "objective.patch_weight": 1.0, "data.num_local": 8,
-        "objective.koleo_weight": 0.1, "data.local_size": 96, "optimizer.weight_decay": 0.04,
-    },
-}  # fmt: skip
-
-
-def of_today():
-    """The published numbers of recent recipes: DeiT III, ViT-5, g, G, 22B, DINOv3."""
-    for size, image_size, lr, depths, epochs in (
-        ("S", 224, 4e-3, (0.05, 0.05), (800, 800)), ("B", 192, 3e-3, (0.2, 0.2), (800, 800)),
-        ("L", 192, 3e-3, (0.45, 0.35), (800, 400)),
-    ):  # fmt: skip
-        for word, depth, length in zip(("", ",vit5"), depths, epochs, strict=True):
-            own = {
-                "data.image_size": image_size, "optimizer.peak_lr": lr,
-                "schedule.end_share": 1e-5 / lr, "model.stochastic_depth": depth,
-                "duration": f"{length} epochs",
-            } | (OF_TODAY["vit5"] if word else {"model.registers": None})  # fmt: skip
-            yield "deit3", f"ViT-{size}/16{word}", OF_TODAY["deit3"] | own
-            tuned = OF_TODAY["finetune"] | {"model.stochastic_depth": depth}
-            yield "deit3", f"ViT-{size}/16{word},finetune", tuned
-    for size, batch, steps, cooldown, lr in (
-        ("g", 16_384, 10**6, 50_000, 8e-4), ("G", 16_384, 10**6, 50_000, 8e-4),
-        ("22B", 65_536, 177_000, 30_000, 1e-3),
-    ):  # fmt: skip
-        yield "giant", f"ViT-{size}/14,jft=mine", OF_TODAY["giant"] | {
-            "model.name": f"ViT-{size}/14", "global_batch_size": batch, "optimizer.peak_lr": lr,
-            "duration": f"{steps} steps", "schedule.cooldown": f"{cooldown} steps",
-        }  # fmt: skip
-    peak = 1e-3 * 4 * 2**0.5  # by the published code's rule sqrt_wrt_1024
-    yield "dinov3", "", OF_TODAY["dinov3"] | {
-        "duration": f"{100 * 1250} steps", "optimizer.peak_lr": peak, "schedule.name": "cosine",
-        "schedule.end_share": 1e-6 / peak, "schedule.warmup": "10 %",
-        "optimizer.weight_decay_end": 0.4, "optimizer.ema_decay": 0.992,
-        "optimizer.ema_decay_end": 1.0, "objective.gram_weight": None,
-    }  # fmt: skip
-    yield "dinov3", "gram", OF_TODAY["dinov3"] | {
-        "objective.gram_size": 512, "objective.gram_weight": 2.0, "init_from": "",
-        "objective.gram_every": "10000 steps", "optimizer.weight_decay_end": None,
-        "optimizer.ema_decay": 0.999, "optimizer.ema_decay_end": 0.999,
-        "optimizer.peak_lr": 3e-5 * 4 * 2**0.5, "schedule.name": "constant",
-    }  # fmt: skip
-    plain = AUGREG["light2"].format("inception_crop")
-    published = plain.replace("2, 10", "2, 10, published_contrast=True")
-    yield "vit_s16_in1k", "published_contrast", {"data.ops": published}
-
-
-OTHERS = [
-    ("deit", "DeiT-B/16", {
-        "data.ops": DEIT_OPS, "duration": "300 epochs", "schedule.warmup": "5 epochs",
-        "schedule.name": "cosine", "data.repeats": 3, "loss.label_smoothing": 0.1,
-        "model.stochastic_depth": 0.1, "optimizer.weight_decay": 0.05, "objective.mode": "hard",
-        "optimizer.grad_clip_norm": None, "objective.weight": 0.5,
-        "global_batch_size": 960, "optimizer.peak_lr": 5e-4 * 960 / 512,
-    }),
-    ("deit", "DeiT-B/16,384,soft", {
-        "objective.mode": "soft", "objective.weight": 0.1, "objective.temperature": 3.0,
-        "data.image_size": 384, "duration": "30 epochs", "init_head": "kept",
-        "global_batch_size": 480, "optimizer.peak_lr": 5e-6 * 480 / 512,
-    }),
-    ("deit", "ViT-S/16", {"objective.name": "supervised"}),
-    ("vit_s16_in1k", "", {
-        "model.name": "ViT-S/16", "model.pool": "gap", "model.pos_embed": "sincos_2d",
-        "model.hidden_head": True, "global_batch_size": 1024, "duration": "90 epochs",
-        "data.image_size": 224, "data.ops": AUGREG["light2"].format("inception_crop"),
-        "data.split": "train[:99%]", "evals.val.split": "validation",
-        "optimizer.peak_lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.grad_clip_norm": 1.0,
-        "schedule.name": "cosine", "schedule.warmup": "10000 steps",
-    }),
-    ("evaluate", "probe,vtab/dtd,knn", {
-        "data.name": "vtab/dtd", "evals.probe.train_split": "train800val200",
-        "evals.probe.test_split": "test", "evals.knn.test_split": "test",
-    }),
-    ("evaluate", "real,imagenet2012", {"evals.real.split": "validation"}),
-    ("cifar10", "5k", {"data.split": "train[:10%]", "evals.test.split": "test"}),
-    # Pretraining and fine-tuning share no class; the splits of fine-tuning share no image.
-    ("five_classes", "pretrain", {"data.classes": (0, 1, 2, 3, 4)}),
-    ("five_classes", "", {
-        "data.classes": (5, 6, 7, 8, 9), "data.split": "train[2500:2961]",
-        "study.train_split": "train[2500:2961]", "study.dev_split": "train[10000:20000]",
-        "evals.held_out.split": "test",
-    }),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "keys"),
-    [*of_table_3(), *of_augreg(), *of_table_4(), *OTHERS, *of_today()],
-)
+@pytest.mark.parametrize(("name", "words", "keys"), list(read_recipes()))
 def test_recipe_is_the_papers(name, words, keys):
     c = load(name, words)
     found = flatten(c)

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from at_fault import golden_page
 from cheap_compilation import flags_for
@@ -104,34 +103,15 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
 
 
 @pytest.mark.usefixtures("without_checks")
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda path: path.with_suffix(".npz"), "no such file or directory"),
-        (lambda path: write(path.with_suffix(".npz"), b"garbage"), "not a readable .npz"),
-        (lambda path: write(path.with_suffix(".npz"), b"PK\x03\x04garbage"), "not a readable .npz"),
-        (lambda path: write(path.with_suffix(".npz"), b""), "not a readable .npz"),
-        (lambda path: other_arrays(path.with_suffix(".npz")), "embedding/kernel: absent"),
-        (lambda path: write(path.with_suffix(".bmp"), b"x"), "known: a workdir (with config.json"),
-        (lambda path: write(path.with_suffix(".pth.tar"), b"x"), "write its arrays to a .safe"),
-        (lambda path: path.mkdir() or path, "not a source of a known format"),
-    ],
-    ids=["missing", "garbage", "broken zip", "empty", "other arrays", "other format", "pickle",
-         "directory"],
-)  # fmt: skip
-def test_unreadable_init_from(refused, tmp_path, make, says):
-    path = make(tmp_path / "pretrained")
+def test_unreadable_init_from(refused, tmp_path):
+    """One that would run code; transfer/test_broken.py has the others."""
+    path = write(tmp_path / "pretrained.pth.tar", b"x")
     err = train(refused, f"--config.init_from={path}")
-    assert f"init_from={str(path)!r}" in err and says in err
+    assert f"init_from={str(path)!r}" in err and "write its arrays to a .safe" in err
 
 
 def write(path, data):
     path.write_bytes(data)
-    return path
-
-
-def other_arrays(path):
-    np.savez(path, weights=np.zeros(3))
     return path
 
 
@@ -204,11 +184,9 @@ def test_workdir_that_cannot_be_made(refused, tmp_path):
     assert f"--workdir={tmp_path / 'file/workdir'}" in err
 
 
-@pytest.mark.parametrize("key", ["data.ops", "evals.test.ops"])
-def test_ops_that_give_another_image_size(refused, key):
-    err = train(refused, f"--config.{key}=resize(16)")
-    assert f"error: {key.split('.')[0]}." in err
-    assert "ops='resize(16)' gives images of (16, 16, 3); needed: (8, 8, 3)" in err
+def test_ops_that_give_another_image_size(refused):
+    err = train(refused, "--config.data.ops=resize(16)")
+    assert "data.ops='resize(16)' gives images of (16, 16, 3); needed: (8, 8, 3)" in err
 
 
 # Commands and flags
@@ -281,12 +259,8 @@ def test_print_config(refused, command, capsys):
     assert main([*words, "--config.seed=3", "--config.mesh.fsdp", "2"]) == 0
     out, err = capsys.readouterr()
     printed = json.loads(out)
-    assert (printed["seed"], printed["mesh"]["fsdp"], printed["duration"], err) == (
-        3,
-        2,
-        "40 steps",
-        "",
-    )
+    assert (printed["seed"], printed["mesh"]["fsdp"], err) == (3, 2, "")
+    assert printed["duration"] == "40 steps"
     assert (printed["optimizer"]["b2"], printed["model"]["norm_eps"]) == (0.999, 1e-6)  # of parts
     assert "momentum" not in printed["optimizer"] and printed["evals"]["test"]["type"]
     assert "--config.seed='x': needs an int" in refused(*words, "--config.seed=x")
@@ -326,11 +300,8 @@ def test_list_of_configs(capsys):
 def test_one_config(refused, capsys):
     assert main(["configs", "quickstart"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "vit_jax --config=quickstart --workdir" in out
-        and "\n    debug  " in out
-        and "mae" not in out
-    )
+    assert "vit_jax --config=quickstart --workdir" in out
+    assert "\n    debug  " in out and "mae" not in out
     assert "did you mean quickstart?" in refused("configs", "quikstart")
 
 
@@ -418,12 +389,6 @@ def test_list_of_models(refused, capsys):
     assert "vit_b: no model has this in its name; did you mean ViT-B/" in err
     assert "did you mean T2T-ViT-1" in refused("models", "T2T-ViT-15")
     assert "--config.seed: this command takes no config" in refused("models", "--config.seed=1")
-
-
-def test_command_is_train_where_none_is_named(capsys):
-    with pytest.raises(SystemExit):
-        main(["--seed=1", "--help"])
-    assert capsys.readouterr().out.startswith("usage: vit_jax train ")
 
 
 def test_a_token_in_an_address_is_no_part_of_what_is_stored(tmp_path, monkeypatch, capsys):
@@ -561,10 +526,7 @@ def test_evaluate_without_evaluators(refused, tmp_path):
 
 
 def run_command(*words, **options):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags_for(8),
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags_for(8)}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
     command = [sys.executable, "-m", "vit_jax.main", *words]
     return subprocess.run(command, text=True, cwd=ROOT, **options)

@@ -206,9 +206,3 @@ def test_any_part_may_have_a_key_called_own():
         own: int = key(3, "of the lamp")
 
     assert Lamp.read({"own": 7})[0].own == 7
-
-
-def test_metrics_of_training_have_names_of_their_own(config):
-    for names, faults in ((("top1",), 0), (("top1", "loss"), 1), ((), 0)):
-        config.log.metrics = names
-        assert len(find_faults(config)) == faults, names

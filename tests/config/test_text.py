@@ -1,3 +1,4 @@
+import ast
 import json
 import pathlib
 import re
@@ -32,40 +33,14 @@ def in_repository(request, monkeypatch):
     monkeypatch.chdir(request.config.rootpath)
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("seed", "17", 17),
-        ("seed", "-1", -1),
-        ("global_batch_size", "4_096", 4096),
-        ("optimizer.peak_lr", "3e-4", 3e-4),
-        ("optimizer.weight_decay", "1", 1.0),
-        ("model.scan", "true", True),
-        ("model.scan", "False", False),
-        ("model.name", "ViT-B/16", "ViT-B/16"),
-        ("data.data_dir", "/a=b c", "/a=b c"),
-        ("data.ops", "", ""),
-        ("duration", "90 epochs", "90 epochs"),
-        ("data.data_dir", "17", "17"),
-        ("data.image_size", "224", 224),
-        ("data.image_size", "32,48", (32, 48)),
-        ("data.image_size", "(32, 48)", (32, 48)),
-        ("data.image_size", "[32, 48]", (32, 48)),
-        ("model.patch_size", "14", 14),
-        ("data.mean", "0.485,0.456,0.406", (0.485, 0.456, 0.406)),
-        ("data.mean", "0.5", (0.5,)),
-        ("data.std", "1,1,1", (1, 1, 1)),
-        ("evals.test.every", "3 steps", "3 steps"),
-        ("evals.test.batch_size", "128", 128),
-        ("evals.val.batch_size", "128", 128),
-        ("evals.few.every", "3 steps", "3 steps"),
-        ("evals.few.shots", "1,5", (1, 5)),
-        ("evals.few.l2", "[1, 1024.0]", (1, 1024.0)),
-        ("evals.few.num_draws", "5", 5),
-        ("evals.few.data_name", "cifar100", "cifar100"),
-    ],
-)
-def test_override(config, key, text, value):
+FOLDER = pathlib.Path(__file__).parent
+OVERRIDES = (FOLDER / "overrides.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("word", "value"), [line.split("  ->  ") for line in OVERRIDES])
+def test_override(config, word, value):
+    """A word of the command line sets its key to this literal of Python."""
+    (key, text), value = word.split("=", 1), ast.literal_eval(value)
     expected = flatten(config) | {key: value}
     assert apply_overrides(config, [(key, text)]) == []
     assert flatten(config) == expected
@@ -86,25 +61,10 @@ def test_evaluators_are_taken_away_and_added(config):
     assert config.evals.alone.train_split == config.data.split and not config.evals.alone.every
 
 
-@pytest.mark.parametrize(
-    ("ops", "name", "text", "changed"),
-    [
-        ("decode|resize(72, crop=0.9)|flip", "flip", "None", "decode|resize(72, crop=0.9)"),
-        ("decode|resize(72, crop=0.9)|flip", "resize", "64", "decode|resize(64)|flip"),
-        ("decode|flip|mixup(0.2)", "randaugment", "2,10",
-         "decode|randaugment(2,10)|flip|mixup(0.2)"),
-        ("decode|flip", "randaugment", "(2, 10)", "decode|randaugment(2, 10)|flip"),
-        ("resize|flip", "mixup", "0.2", "resize|flip|mixup(0.2)"),
-        ("resize", "scaled_decode", "", "scaled_decode|resize"),
-        ("", "flip", "true", "flip"),
-        ("random_crop|flip; random_crop|flip|solarize(0.2)", "flip", "None",
-         "random_crop; random_crop|solarize(0.2)"),
-        ("random_crop|flip; random_crop|flip|solarize(0.2)", "solarize", "0.1",
-         "random_crop|flip; random_crop|flip|solarize(0.1)"),
-        ("flip; flip", "pad_crop", "size=2", "pad_crop(size=2)|flip; pad_crop(size=2)|flip"),
-    ],
-)  # fmt: skip
-def test_an_op_is_taken_away_changed_or_added(config, ops, name, text, changed):
+@pytest.mark.parametrize("line", (FOLDER / "ops.txt").read_text().splitlines())
+def test_an_op_is_taken_away_changed_or_added(config, line):
+    """Of a key with these ops, by a word for one op."""
+    ops, name, text, changed = re.fullmatch("(.*)  (.*?)=(.*)  ->  (.*)", line).groups()
     for key in ("data.ops", "data.global_ops", "evals.test.ops"):
         assert apply_overrides(config, [(key, ops), (f"{key}.{name}", text)]) == []
         assert flatten(config)[key] == changed

@@ -44,26 +44,6 @@ def test_a_fault_of_a_process_is_made_by_the_clock_or_by_chance():
     assert 0 < sum(again) < 20  # each time has its own wait
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("kill:process=1:every=60", "write kill:process=1:every=60s:seed=3"),
-        ("kill:process=1:every=0s", "write kill:process=1:every=60s:seed=3"),
-        ("kill:process=1:every=60s:seed=x", "write kill:process=1:every=60s:seed=3"),
-        ("kill:process=1:step=3:every=60s", "write kill:process=1:every=60s:seed=3"),
-        ("slow:process=1:every=60s", "write slow:process=1:every=60s:seed=3:seconds=5"),
-        ("flip:weight:device=3:every=60s", "write flip:weight:device=3:step=12 or flip:"),
-        ("clock:process=1:every=60s:seconds=5", "write clock:process=1:step=12:seconds=-3600"),
-        ("slow_disk:process=0:every=60s:seed=3:seconds=1", "write slow_disk:process=0:step=12:sec"),
-        ("full_disk:process=0:every=60s", "write full_disk:process=0:step=12"),
-        ("kill:process=1", "write kill:process=1:step=12"),
-    ],
-)
-def test_a_wrong_form_is_refused(text, hint):
-    with pytest.raises(InputError, match=re.escape(f"job.inject={text!r}: no such fault; {hint}")):
-        parse_faults(text)
-
-
 def test_a_repeated_fault_goes_on_after_a_restart(tmp_path, monkeypatch):
     """The run is started at 1000 s, and again at 1100 s; each step takes 20 s."""
     clock, made = FakeClock(), []

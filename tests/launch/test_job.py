@@ -117,13 +117,8 @@ def test_platform_is_the_launchers_unless_it_is_given(job):
 def test_job_without_a_config_of_its_own(job):
     checked = job.check_job(["evaluate", "--workdir=w", "--config.evals.test.batch_size=8"])
     assert checked.config is None and checked.workdir == "w"
-    assert checked.command(python="py")[:5] == [
-        "py",
-        "-m",
-        "vit_jax.main",
-        "evaluate",
-        "--workdir=w",
-    ]
+    command = ["py", "-m", "vit_jax.main", "evaluate", "--workdir=w"]
+    assert checked.command(python="py")[:5] == command
     job.check_config_travels(checked, "a worker")
 
 
@@ -185,11 +180,8 @@ def test_plugins_are_named_from_the_root(job, tmp_path, monkeypatch, folder):
     ],
 )
 def test_a_dry_run_shows_no_token_of_an_address(request, call, name, flags):
-    words = [
-        QUICKSTART,
-        "--workdir=gs://bucket/run",
-        "--config.init_from=https://me:pass1@127.0.0.1:9/a.npz?token=pass2&download=true",
-    ]
+    address = "https://me:pass1@127.0.0.1:9/a.npz?token=pass2&download=true"
+    words = [QUICKSTART, "--workdir=gs://bucket/run", f"--config.init_from={address}"]
     code, out, err = call(request.getfixturevalue(name), *flags, "--dry_run", "--", *words)
     assert code == 0 and "pass" not in out
     assert "https://***@127.0.0.1:9/a.npz?token=***&download=true" in out

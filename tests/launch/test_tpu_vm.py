@@ -9,6 +9,7 @@ import subprocess
 import types
 
 import pytest
+from at_fault import golden_page
 
 QUICKSTART = "--config=configs/quickstart.py:debug"
 IMAGES = "--config=configs/folder.py:debug"
@@ -104,40 +105,19 @@ def shown(tpu_vm, call):
     return shown
 
 
-@pytest.mark.parametrize(
-    ("flags", "created"),
-    [
-        (["--topology=v5e:4x4", "--spot"],
-         ["--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite",
-          "--node-id=digits", "--spot"]),
-        (["--topology=v6e:16x16", "--num_slices=2", "--reserved"],
-         ["--accelerator-type=v6e-256", "--runtime-version=v2-alpha-tpuv6e", "--node-count=2",
-          "--node-prefix=digits", "--reserved"]),
-        (["--topology=v5p:4x4x4"],
-         ["--accelerator-type=v5p-128", "--runtime-version=v2-alpha-tpuv5", "--node-id=digits"]),
-        (["--topology=v4:2x2x2", "--runtime=tpu-ubuntu2204-base-2", "--service_account=me@p",
-          "--project=p", "--create_flag=--subnetwork=s"],
-         ["--accelerator-type=v4-16", "--runtime-version=tpu-ubuntu2204-base-2",
-          "--node-id=digits", "--service-account=me@p",
-          "--scopes=https://www.googleapis.com/auth/cloud-platform", "--subnetwork=s"]),
-    ],
-)  # fmt: skip
-def test_create(shown, flags, created):
-    project = ["--project=p"] * ("--project=p" in flags)
-    expected = ["create", "digits", *created, "--zone=us-west4-a", *project, "--quiet"]
-    assert shown("create", *flags) == [expected]
+PAGE = pathlib.Path(__file__).with_name("tpu_vm.txt")
 
 
-def test_other_actions(shown):
-    end = ["--zone=us-west4-a", "--quiet"]
-    assert shown("delete") == [["delete", "digits", "--force", *end]]
+@pytest.mark.parametrize("words", golden_page(PAGE))
+def test_actions(shown, words):
+    expected = golden_page(PAGE)[words].splitlines()
+    assert shown(*shlex.split(words)) == [shlex.split(line) for line in expected]
+
+
+def test_status(shown):
     describe, ask = shown("status")
-    assert describe == ["describe", "digits", "--format=json", *end]
+    assert describe == ["describe", "digits", "--format=json", "--zone=us-west4-a", "--quiet"]
     assert ask[:4] == ["ssh", "digits", "--node=0", "--worker=0"]
-    follow = "--command=tail --lines=100 --follow vit_jax/job.log"
-    assert shown("logs", "--node=1", "--worker=3") == [
-        ["ssh", "digits", "--node=1", "--worker=3", follow, *end]
-    ]
 
 
 def test_run_shows_its_plan_and_what_it_calls(tpu_vm, call, shown, cloud, tmp_path, monkeypatch):

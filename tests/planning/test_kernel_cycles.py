@@ -1,5 +1,7 @@
 """Kernels of a program: how many there are, and the bundles in the compiler's schedules."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,6 +21,7 @@ SIZES = {"width": 128, "depth": 3, "mlp_dim": 128, "num_heads": 2}
 TARGET = Target(find_slice("v5e:2x2"))
 
 
+@functools.cache
 def gradients(mesh: Mesh, num_images: int = 4, **fields):
     """The jaxpr of a small model's gradients, with kernels."""
     model = create_model("ViT-Ti/16", 5, 32, dtype="bfloat16", **(SIZES | fields))

@@ -22,11 +22,15 @@ H14 = (
 SCANNED = ("--config.model.scan=true", "--config.model.remat=full", "--config.model.dropout=0")
 
 
-@pytest.fixture
-def plan(monkeypatch, tmp_path, capsys):
-    """plan(words, batch, data, fsdp): the plan that the command prints, which fits."""
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def plan(capsys):
+    """plan(words, batch, data, fsdp): the plan that the command prints, which fits."""
 
     def plan(*words, batch, data, fsdp):
         words += (f"--config.global_batch_size={batch}", f"--config.mesh.fsdp={fsdp}")
@@ -38,10 +42,8 @@ def plan(monkeypatch, tmp_path, capsys):
     return plan
 
 
-def test_b16_as_shipped_takes_no_more_than_was_measured(monkeypatch, tmp_path, capsys):
+def test_b16_as_shipped_takes_no_more_than_was_measured(capsys):
     """82.0 Mcycles and 4.94 GB with libtpu 0.0.52, with dropout 0.1 and 21,843 classes."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ("--config=configs/pretrain.py:ViT-B/16,imagenet21k", "--topology=v5e:4x4",
              "--config.global_batch_size=1024")  # fmt: skip
     assert main(["plan", *words, "--format=json"]) == 0
@@ -98,9 +100,7 @@ def test_22b_on_256_chips(plan):
     assert sum(row["sent_bytes"] for row in reduced) <= 1.03 * 44.2e9
 
 
-def test_what_does_not_fit_says_by_how_much(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_does_not_fit_says_by_how_much(capsys):
     words = ("--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug", "--topology=v5e:2x2",
              "--config.model.depth=2", "--config.global_batch_size=6400000")  # fmt: skip
     assert main(["plan", *words, "--format=json"]) == 3

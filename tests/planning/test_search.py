@@ -77,14 +77,8 @@ def planned(monkeypatch, pytestconfig):
     compiler's peaks are `error` times the calculated ones. By calculation a layer that recomputes
     takes 1 s; `waits`: {fsdp: seconds of exchanges}; `lost`: seconds without kernels, over fsdp.
     """
-    facts = types.SimpleNamespace(
-        by_layer=0.5,
-        error=1.0,
-        waits={1: 3, 4: 2, 16: 1},
-        lost=0.0,
-        compiled=[],
-        calculated=[],
-    )
+    facts = types.SimpleNamespace(by_layer=0.5, error=1.0, lost=0.0, compiled=[], calculated=[])
+    facts.waits = {1: 3, 4: 2, 16: 1}
 
     def recomputed(m):
         if m.remat != "full":
@@ -266,13 +260,7 @@ def test_a_mesh_with_kernels_comes_first_if_they_gain_more_than_it_waits(planned
 
 @pytest.mark.parametrize(("fsdp", "rows"), [(16, 24), (64, 6)])
 def test_rows_of_weights_that_fill_no_tile_add_to_a_step(fsdp, rows, monkeypatch):
-    own = {
-        "model.name": "ViT-S/16",
-        "model.depth": 1,
-        "optimizer.peak_lr": 1e-3,
-        "mesh.fsdp": fsdp,
-        "mesh.data": -1,
-    }
+    own = {"model.name": "ViT-S/16", "model.depth": 1, "mesh.fsdp": fsdp, "mesh.data": -1}
     layout = settings_of(config_of(**own)), Target(SLICES["v5e:8x8"])
     added_s = calculate_layout(*layout)["added_s"]
     monkeypatch.setattr(calculated, "_ROWS", 1)

@@ -2,12 +2,13 @@
 
 import functools
 import json
+import math
 import pathlib
 
 import jax
 import numpy as np
 import pytest
-from asked import train_and_evaluate
+from asked import count_steps, train_and_evaluate
 
 from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.config.text import apply_overrides, load_config
@@ -65,18 +66,7 @@ def restore_with_nan(restore_step, path, abstract_state):
 
 @pytest.mark.parametrize("device", [None, 3])
 def test_a_run_names_the_device(tmp_path, monkeypatch, device):
-    compile_step = loop.compile_step
-
-    def poisoned(run):
-        step = compile_step(run)
-
-        def train_step(state, batch):
-            is_last = int(state.step) == 6
-            state, metrics = step(state, batch)
-            return state, metrics | ({"loss": np.float32(np.nan)} if is_last else {})
-
-        return train_step
-
+    poisoned = count_steps(lambda step: math.nan if step == 6 else 1.0)
     monkeypatch.setattr(loop, "compile_step", poisoned)
     if device is not None:
         bad = functools.partial(restore_with_nan, blame.restore.restore_step)

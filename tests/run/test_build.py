@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import pathlib
+import re
 import shlex
 import tempfile
 
@@ -50,6 +51,14 @@ def make_config(num_classes=10, **evals):
     return c
 
 
+def make_small(batch_size=8, duration="1 steps"):
+    """A config that trains, of a tiny model."""
+    c = make_config()
+    c.global_batch_size, c.duration = batch_size, duration
+    c.model.name, c.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    return c
+
+
 def few(**fields):
     return fewshot(train_split="train", test_split="test", every="1 epochs", **fields)
 
@@ -85,28 +94,40 @@ def test_another_data_set_must_have_the_classes_of_the_model(first):
         open_all(make_config(num_classes=3, **ordered))
 
 
-def test_another_value_range_than_the_source_s_is_said(caplog):
+@pytest.fixture
+def flags_for(caplog):
+    """flags_for(config, spec): the flags that give the value range of a source, as is warned."""
+
+    def flags_for(config, spec):
+        caplog.clear()
+        source = Pretrained("w.safetensors", None, {}, spec)
+        compare_value_ranges(settings_of(config).data, source, "w.safetensors")
+        return {*re.findall(r"set (--config\.data\.[\w.=,]+)", caplog.text)}
+
+    return flags_for
+
+
+def test_another_value_range_than_the_source_s_is_said(flags_for, caplog):
     config = base_config()
     config.init_from, config.data.mean = "w.safetensors", (0.5, 0.4, 0.5)
     spec = Spec((8, 8), "antialiased", std=(0.5, 0.5, 0.25))
-    compare_value_ranges(
-        settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w.safetensors"
-    )
+    of_range = {"--config.data.mean=0.5,0.5,0.5", "--config.data.std=0.5,0.5,0.25"}
+    assert flags_for(config, spec) == of_range
     assert "data.mean=(0.5, 0.4, 0.5), but init_from=w.safetensors was trained" in caplog.text
-    for key in ("mean=0.5,0.5,0.5", "std=0.5,0.5,0.25"):
-        assert f"set --config.data.{key}" in caplog.text
-    caplog.clear()
     config.data.mean, config.data.std = spec.mean, spec.std
-    compare_value_ranges(
-        settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w.safetensors"
-    )
-    assert not caplog.records
+    assert flags_for(config, spec) == set() and not caplog.records
     spec = spec._replace(exif=False, pixel_range=(0, 4095))
-    compare_value_ranges(
-        settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w.safetensors"
-    )
-    for key in ("exif=false", "pixel_range=0,4095"):
-        assert f"set --config.data.{key}" in caplog.text
+    of_files = {"--config.data.exif=false", "--config.data.pixel_range=0,4095"}
+    assert flags_for(config, spec) == of_files
+
+
+def test_the_value_range_of_other_channels_is_said(flags_for, caplog):
+    config = base_config()
+    config.data.channels = 4
+    spec = Spec((8, 8), "antialiased", (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    assert flags_for(config, spec) == {"--config.data.std=0.3"}
+    config.data.std = (0.2, 0.3, 0.4, 0.5)  # chosen for each channel
+    assert flags_for(config, spec) == set() and not caplog.records
 
 
 def test_sizes_that_stay_although_the_model_is_named_are_said(tmp_path, caplog):
@@ -121,18 +142,6 @@ def test_sizes_that_stay_although_the_model_is_named_are_said(tmp_path, caplog):
     said = [record.message for record in caplog.records if "model.name" in record.message]
     assert len(said) == 1
     assert "--config.model.depth=None" in said[0] and "width" not in said[0]
-
-
-def test_the_value_range_of_other_channels_is_said(caplog):
-    config = base_config()
-    config.data.channels = 4
-    spec = Spec((8, 8), "antialiased", (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
-    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w")
-    assert "set --config.data.std=0.3" in caplog.text and "data.mean" not in caplog.text
-    caplog.clear()
-    config.data.std = (0.2, 0.3, 0.4, 0.5)  # chosen for each channel
-    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w")
-    assert not caplog.records
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -304,9 +313,7 @@ def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
 
 @pytest.mark.usefixtures("without_checks")
 def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_path):
-    config = make_config()
-    config.global_batch_size, config.duration = 16, "1 steps"
-    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    config = make_small(16)
     recorded = prepare(config, tmp_path / "new").resolved.config
     assert recorded.optimizer.accum_steps == 1  # of small activations
     for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
@@ -324,9 +331,7 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
 @pytest.mark.usefixtures("without_checks")
 def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = make_config()
-    config.global_batch_size, config.duration = 8, "1 steps"
-    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    config = make_small()
     prepare(config, tmp_path / "workdir")
     config.log.wandb = "digits"
     with at_fault("log.wandb"):
@@ -340,9 +345,7 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(dir))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    config = make_config()
-    config.global_batch_size, config.duration = 8, "1 steps"
-    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    config = make_small()
     with at_fault("--workdir"):
         prepare(config, tmp_path)
     (tmp_path / "classes.json").write_text("null")
@@ -353,9 +356,7 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_checks")
 def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
-    config = make_config()
-    config.global_batch_size, config.duration = 24, "1 steps"
-    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    config = make_small(24)
     config.data.ops, config.data.streams = "mixup(0.2)", 3
     config.data.num_examples = 10**8
     assert find_faults(config) == []
@@ -381,10 +382,8 @@ def test_a_model_is_called_by_its_own_sizes():
 
 @pytest.mark.usefixtures("without_checks")
 def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
-    config = make_config()
-    overrides = {"model.name": "ViT-mu/4", "global_batch_size": "8", "duration": "2 steps",
-                 "optimizer.peak_lr": "0.1", "init_from": "scratch"}  # fmt: skip
-    assert apply_overrides(config, list(overrides.items())) == []
+    config = make_small()
+    config.init_from = "scratch"
 
     def choose(settings, mesh):
         return settings.with_values({"mesh.fsdp": mesh.shape["data"] // 2})
@@ -410,11 +409,9 @@ def test_a_kept_head_follows_the_names_of_the_classes(tmp_path, caplog):
         save_pretrained(tmp_path / "weights", model, variables, "hf", spec)
         return prepare(config, tmp_path / "run").initial_params
 
-    config = make_config()
+    config = make_small()
     config.data.name, config.data.num_examples, config.data.num_classes = "digits", None, None
-    config.model.name, config.init_from = "ViT-mu/4", str(tmp_path / "weights")
-    config.global_batch_size, config.duration, config.optimizer.peak_lr = 8, "1 steps", 1e-3
-    config.init_head = "kept"
+    config.init_from, config.init_head = str(tmp_path / "weights"), "kept"
     found = run_with(names)
     np.testing.assert_array_equal(found["head/kernel"], head["kernel"][:, ::-1])
     np.testing.assert_array_equal(found["head/bias"], head["bias"][::-1])
@@ -456,9 +453,7 @@ def test_unlabelled_images_get_the_classes_of_the_teacher(golden, tmp_path, mode
 def test_a_falling_rate_is_said_where_the_optimizer_averages_instead(tmp_path, caplog):
     said = {}
     for name, cooldown in (("cosine", 0), ("constant", 2), ("constant", 0)):
-        config = make_config()
-        config.global_batch_size, config.duration = 8, "10 steps"
-        config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+        config = make_small(duration="10 steps")
         config.optimizer.name, config.schedule.name = "schedule_free", name
         config.schedule.warmup, config.schedule.cooldown = "5 steps", f"{cooldown} steps"
         describe(prepare(config, tmp_path))

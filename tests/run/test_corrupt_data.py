@@ -8,7 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asked import train_and_evaluate
+from asked import count_steps, train_and_evaluate
 from etils import epath
 from prepared import break_image, labelled_images, prepare
 from read_settings import settings_of
@@ -19,6 +19,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import record_order
 from vit_jax.main import main
+from vit_jax.run import loop
 from vit_jax.run.watch.guards import CorruptDataError, CorruptRecords
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
@@ -83,6 +84,7 @@ def test_a_run_stops_above_the_limit_and_goes_on_with_a_higher_one(
     data_dir, tmp_path, monkeypatch, capsys
 ):
     config = make_config(data_dir, data__max_corrupt_fraction="0.01")
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     monkeypatch.setattr(text, "load_config", lambda name: config)
     assert main([f"--config={FILE}", f"--workdir={tmp_path}"]) == 1
     error = capsys.readouterr().err

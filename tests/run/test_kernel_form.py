@@ -17,6 +17,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.run.watch import kernel_choice
+from vit_jax.run.watch.kernel_check import compare_with_plain
 
 pytestmark = pytest.mark.usefixtures("never_with_checks")
 
@@ -124,8 +125,13 @@ def test_another_form_must_be_faster_in_every_round(seconds, memory, chosen, clo
 
 
 def test_a_form_that_fails_is_left_out_and_a_run_that_asks_for_it_ends(
-    clock, use_forms, tmp_path, caplog
+    clock, use_forms, tmp_path, monkeypatch, caplog
 ):
+    def compare(model, mesh):  # which takes long; test_kernel_check compares forms that agree
+        is_wrong = model.ops.attention_kernel is wrong
+        return compare_with_plain(model, mesh) if is_wrong else (0.0, None)
+
+    monkeypatch.setattr(kernel_choice, "compare_with_plain", compare)
     use_forms(attention=clock.attend(0.0), cudnn=ends, biases=wrong, rows=broken)
     assert choose(tmp_path) == ("attention", "measured")
     left_out = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]

@@ -9,9 +9,8 @@ import re
 import types
 
 import jax
-import jax.numpy as jnp
 import pytest
-from asked import prepare, train_and_evaluate
+from asked import count_steps, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import open_all
@@ -194,6 +193,20 @@ def start(workdir, **overrides):
     return train_and_evaluate(make_config(**keys | overrides), workdir)
 
 
+class KillError(BaseException):
+    pass
+
+
+def start_and_kill(workdir, at=17, **overrides):
+    def kill(guard, step):
+        if step == at:
+            raise KillError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KillError):
+        patch.setattr(loop.PreemptionGuard, "should_stop", kill)
+        start(workdir, **overrides)
+
+
 def outcome(workdir):
     """What must not depend on whether the run was killed."""
     rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
@@ -203,13 +216,10 @@ def outcome(workdir):
     return rows, steps, [meta["checksums"] for meta in metas]
 
 
-class KillError(BaseException):
-    pass
-
-
 @pytest.fixture
 def accuracies(monkeypatch):
-    """The accuracy that the evaluator finds at each step."""
+    """The accuracy that the evaluator finds at each step; steps only count."""
+    monkeypatch.setattr(loop, "compile_step", count_steps(lambda step: 1 / (1 + step)))
     found = dict(TOP1)
 
     def measure(state):
@@ -219,19 +229,10 @@ def accuracies(monkeypatch):
     return found
 
 
-def count_steps(run):
-    """In the place of `compile_step`: the model stays as it is."""
-    return lambda state, batch: (
-        state.replace(step=state.step + 1),
-        {"loss": 1 / (1 + state.step), "masked": jnp.float32(0)},
-    )
-
-
 @pytest.mark.parametrize("kills", [(17,), pytest.param((17, 25), marks=pytest.mark.slow)])
 def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
-    kills, accuracies, tmp_path, monkeypatch
+    kills, accuracies, tmp_path
 ):
-    monkeypatch.setattr(loop, "compile_step", count_steps)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     summary = start(whole)
     assert summary["step"] == 25 and summary["stopped_early"] is True
@@ -242,34 +243,16 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
         read_pretrained(whole / "checkpoints/10", best=True)
     assert vit_jax.evaluate(whole, best=True) == {"step": 10, "test/top1": 0.5}
 
-    def should_stop(guard, step):
-        if step == kill_at:
-            raise KillError
-        return False
-
-    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
     for step in kills:
-        kill_at = step
-        with pytest.raises(KillError):
-            start(killed)
-    kill_at = None
+        start_and_kill(killed, step)
     start(killed)
     assert outcome(killed) == outcome(whole)
     assert len((killed / "starts.jsonl").read_text().splitlines()) == len(kills) + 1
 
 
-def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path, monkeypatch):
+def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path):
     """Also where the run was begun without `checkpoint.keep_best`."""
-    monkeypatch.setattr(loop, "compile_step", count_steps)
-
-    def should_stop(guard, step):
-        if step == 17:
-            raise KillError
-        return False
-
-    with monkeypatch.context() as patch, pytest.raises(KillError):
-        patch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
-        start(tmp_path, checkpoint__keep_best="None")
+    start_and_kill(tmp_path, checkpoint__keep_best="None")
     with pytest.raises(InputError, match=r"--config\.checkpoint\.keep_best=METRIC"):
         read_pretrained(tmp_path, best=True)
     summary = start(tmp_path)
@@ -295,27 +278,14 @@ def test_a_run_that_has_ended_early_starts_again(accuracies, tmp_path):
     assert summary["best"]["step"] == 30
 
 
-def start_and_kill(workdir, monkeypatch, at=17):
-    def should_stop(guard, step):
-        if step == at:
-            raise KillError
-        return False
-
-    with monkeypatch.context() as killing:
-        killing.setattr(loop.PreemptionGuard, "should_stop", should_stop)
-        with pytest.raises(KillError):
-            start(workdir)
-    return workdir / "metrics.jsonl"
-
-
 @pytest.mark.parametrize(
     "loss", ["one byte", "all rows", pytest.param("the file", marks=pytest.mark.slow)]
 )
 def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
-    loss, accuracies, tmp_path, monkeypatch, caplog
+    loss, accuracies, tmp_path, caplog
 ):
-    monkeypatch.setattr(loop, "compile_step", count_steps)
-    rows = start_and_kill(tmp_path, monkeypatch)
+    start_and_kill(tmp_path)
+    rows = tmp_path / "metrics.jsonl"
     damaged = rows.read_text().replace('"test/top1": 0.5', '"test/top1": x.5')
     assert "x.5" in damaged
     rows.write_text(damaged if loss == "one byte" else "")

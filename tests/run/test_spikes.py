@@ -7,6 +7,7 @@ import math
 import pathlib
 import re
 import shlex
+import types
 
 import flax.linen as nn
 import jax
@@ -214,28 +215,27 @@ def test_features_and_pictures_in_their_own_shape_have_losses_but_no_png(key):
     np.testing.assert_allclose(found["loss"], x, rtol=1e-6)
 
 
+def spikes_of(sizes, starts):
+    """Of a run of 100 steps with stages of these sizes of images."""
+    settings = settings_of(make_config("skip"))
+    vars(settings)["stages"] = make_stages(sizes, starts, [8] * len(sizes), 100, None)
+    run = types.SimpleNamespace(settings=settings, workdir=epath.Path("runs/a"))
+    found = spikes.Spikes(run, (), {})
+    found._kept = 0, None
+    return found
+
+
 def test_a_stage_begins_with_no_good_steps():
     """The loss of larger images, or of all patches, is no spike beside those of smaller ones."""
 
-    class Run:
-        settings = settings_of(make_config("skip"))
-
-    vars(Run.settings)["stages"] = make_stages([(4, 4), (8, 8)], [0, 30], [8, 8], 100, None)
-    found = spikes.Spikes(Run, (), {})
-    found._kept = 0, None
+    found = spikes_of([(4, 4), (8, 8)], [0, 30])
     steps = [(n, {"loss": 1.0 if n <= 30 else 5.0, "grad_norm": 1.0}) for n in range(1, 61)]
     assert found.find(steps) is None
     assert found.find([(61, {"loss": 9.0, "grad_norm": 1.0})]) == 61
 
 
 def test_spikes_that_follow_each_other_end_the_run():
-    class Run:
-        settings = settings_of(make_config("skip"))
-        workdir = epath.Path("runs/a")
-
-    vars(Run.settings)["stages"] = make_stages([(8, 8)], [0], [8], 100, None)
-    found = spikes.Spikes(Run, (), {})
-    found._kept = 0, None
+    found = spikes_of([(8, 8)], [0])
     bad = {"loss": math.nan, "grad_norm": 1.0}
     for step in range(1, 11):
         assert found.find([(step, bad)]) == step

@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from asked import prepare, train_and_evaluate
+from asked import count_steps, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 
@@ -20,6 +20,7 @@ from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import SIZE, TextFacts
 from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.objectives.supervised import Supervised
+from vit_jax.run import loop
 from vit_jax.run.setup.branch import branch
 from vit_jax.run.setup.validation import validate
 
@@ -106,7 +107,10 @@ def test_a_plan_takes_a_tokenizer_of_the_stated_size():
     assert parse_preprocessing(Settings.of(chosen)).text.vocabulary == 500
 
 
-def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, golden, caplog):
+def test_it_goes_on_only_with_its_tokenizer_and_its_captions(
+    workdir, tmp_path, golden, monkeypatch, caplog
+):
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     again, copy = tmp_path / "run", tmp_path / "copy"
     shutil.copytree(workdir, again)
     shutil.copytree(workdir / "tokenizer", copy)

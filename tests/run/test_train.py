@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import logging
+import math
 import pathlib
 import shutil
 import signal
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asked import prepare, train_and_evaluate
+from asked import count_steps, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
@@ -69,16 +70,6 @@ def stop_here(run):
     raise Started
 
 
-def step_without_a_model(run):
-    """In the place of `compile_step`: counts steps; the loss of step 17 is no number."""
-
-    def train_step(state, batch):
-        loss = jnp.float32("nan" if int(state.step) == 16 else 1)
-        return state.replace(step=state.step + 1), {"loss": loss, "masked": jnp.float32(0)}
-
-    return train_step
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("finished")
@@ -97,11 +88,8 @@ def test_what_a_run_leaves(finished):
     assert summary["images_seen"] == 40 * 64
     assert summary["images_per_s"] > 0 and "chip_hours" not in summary  # of a CPU
     assert json.loads((workdir / "classes.json").read_text()) == list("0123456789")
-    config = json.loads((workdir / "config.json").read_text())
-    assert (
-        config["resolved"]["data"]["num_examples"] == 1437
-        and config["resolved"]["data"]["num_classes"] == 10
-    )
+    of_data = json.loads((workdir / "config.json").read_text())["resolved"]["data"]
+    assert (of_data["num_examples"], of_data["num_classes"]) == (1437, 10)
 
 
 def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys):
@@ -258,7 +246,8 @@ def test_order_is_log_evaluate_flush_save_commit_close_and_compilation_counts(tu
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
+    losses = {16: math.nan}  # of step 17
+    monkeypatch.setattr(loop, "compile_step", count_steps(lambda step: losses.get(step, 1.0)))
     assert main([f"--config={FILE}", f"--workdir={tmp_path / 'run'}"]) == 1
     error = capsys.readouterr().err
     assert "step 17: " in error and "loss is nan" in error and "last save: step 10" in error
@@ -471,7 +460,7 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", no_space)
-    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     with pytest.raises(OSError, match="No space left on device"):
         train_and_evaluate(make_config(duration="4 steps", checkpoint__every="2 steps"), tmp_path)
 
@@ -649,7 +638,7 @@ def test_init_from_another_architecture_of_the_same_shapes_is_refused(finished, 
 
 
 def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     monkeypatch.setattr(record, "evaluate", lambda *_: {"test/top1": 0.5})
 
     def should_stop(guard, step):
@@ -674,15 +663,10 @@ def test_chosen_steps_are_traced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "platform, gib, said",
-    [
-        ("cpu", 3, True),
-        ("cpu", 1, False),
-        ("gpu", 9, True),
-        ("gpu", 7, False),
-        ("other", 99, False),
-    ],
-)
+    ("platform", "gib", "said"),
+    [("cpu", 3, True), ("cpu", 1, False), ("gpu", 9, True), ("gpu", 7, False),
+     ("other", 99, False)],
+)  # fmt: skip
 def test_more_memory_than_there_is_is_said_with_what_saves_some(
     platform, gib, said, monkeypatch, caplog
 ):

@@ -174,13 +174,6 @@ def test_every_field_of_config_is_one_of_some_family():
     assert fields == set().union(*known) | {"dtype"}
 
 
-@pytest.mark.parametrize("name", ["train", "time", "a/b"])
-def test_names_that_an_evaluator_cannot_have(config, name):
-    config.evals[name] = classification(split="test", every="1 epochs")
-    (fault,) = find_faults(config)
-    assert fault.startswith(f"evals.{name}: choose a name")
-
-
 @pytest.mark.parametrize("kind", EVALUATORS)
 def test_an_evaluator_s_helper_makes_its_entries(kind):
     make, keys = getattr(vit_jax.config, kind), EVALUATORS.find(kind).declared()

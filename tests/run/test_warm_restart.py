@@ -12,14 +12,14 @@ import sys
 import time
 
 import pytest
-from asked import train_and_evaluate
+from asked import count_steps, train_and_evaluate
 from cheap_compilation import flags_for
 from finished_run import final_state, rows
 from started_job import ROOT
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
-from vit_jax.run import build
+from vit_jax.run import build, loop
 from vit_jax.run.setup.workdir import run_name
 from vit_jax.run.watch.guards import CorruptDataError
 
@@ -98,7 +98,9 @@ def said(workdir):
 
 
 @pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
-def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(make_workdir, caplog):
+def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(
+    make_workdir, monkeypatch, caplog
+):
     """Steps 16 and 24 are kept, and 10 and 20 are saved; the save of 20 does not end."""
 
     class KilledError(Exception):
@@ -108,6 +110,7 @@ def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(make_work
         if step == 25:
             raise KilledError
 
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     run, config = make_workdir("run"), load_config(f"{ROOT}/configs/quickstart.py:debug")
     config.checkpoint.memory_every = "8 steps"
     with pytest.raises(KilledError):
@@ -128,6 +131,7 @@ def test_a_kept_step_outlives_corrupt_data_and_is_refused_with_other_data(
         if step == 10:
             raise CorruptDataError("repair them, and run the same command again")
 
+    monkeypatch.setattr(loop, "compile_step", count_steps())
     run, config = tmp_path / "run", load_config(f"{ROOT}/configs/quickstart.py:debug")
     config.checkpoint.memory_every, config.checkpoint.every = "5 steps", "1000 steps"
     config.duration, config.checkpoint.memory_dir = "15 steps", str(tmp_path)

@@ -86,23 +86,6 @@ def test_mean_and_sample_deviation():
     assert [str(cell) for cell in last] == ["91.00", "failed", "waits", "91.00 (1 of 3)"]
 
 
-@pytest.mark.parametrize(
-    ("study", "key"),
-    [
-        ({"peak_lrs": ()}, "study.peak_lrs"),
-        ({"peak_lrs": (0.1, 0.1)}, "study.peak_lrs"),
-        ({"peak_lrs": (0.1, -0.1)}, "study.peak_lrs"),
-        ({"dev_split": None}, "study.dev_split"),
-        ({"dev_split": "test"}, "study.dev_split"),  # which the study reports
-        ({"metric": "held_out/loss"}, "study.metric"),
-        ({"metric": "held_out/top9"}, "study.metric"),
-        ({"metric": "test/top1"}, "evals"),
-    ],
-)
-def test_what_is_no_sweep(study, key):
-    assert key in keys_at_fault(make_config(**study))
-
-
 def test_a_second_evaluator_could_look_at_the_test():
     config = make_config()
     config.evals.few = fewshot(train_split="train", test_split="test", every="1 epochs")

@@ -123,22 +123,6 @@ def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
     running.check_members(study, call, members)
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        (),
-        ("row: a=b",),
-        ("row | column",),
-        ("a | b: x=1; x =2",),
-        ("a | b: model.width", "| b: c=d"),
-        ("a | b: x=1", "a  | b: x=2"),
-        ("a | b: seed=1",),
-    ],
-)
-def test_wrong_cells_are_named(cells):
-    assert set(keys_at_fault(grid_of(cells))) == {"study.cells"}
-
-
 def test_a_study_names_its_entries_by_its_key():
     class Own(Study):
         """Runs by name."""

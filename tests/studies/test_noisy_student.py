@@ -12,7 +12,7 @@ import pytest
 from asked import prepare
 from at_fault import at_fault
 from etils import epath
-from studied import config_of, done, keys_at_fault, study_of
+from studied import config_of, done, study_of
 
 from vit_jax import create_model, save_pretrained
 from vit_jax.base.errors import InputError
@@ -104,21 +104,6 @@ def test_a_plan_counts_pseudo_labels_that_do_not_exist_yet(monkeypatch):
     config.study.per_class, config.study.unlabelled = None, "mine"
     _, student, total = planned.plan_members(study_of(config), planner).rows
     assert "data.name='mine'" in student["note"] and total["member"] == "all 1"
-
-
-@pytest.mark.parametrize(
-    ("study", "key"),
-    [
-        ({"stages": ()}, "study.stages"),
-        ({"stages": ("teacher: seed=3", "student:")}, "study.stages"),
-        ({"stages": ("teacher",)}, "study.stages"),
-        ({"stages": ("a:", "a:")}, "study.stages"),
-        ({"unlabelled": None}, "study.unlabelled"),
-        ({"ratio": -1.0}, "study.ratio"),
-    ],
-)
-def test_wrong_settings(study, key):
-    assert {*keys_at_fault(noisy(**study))} == {key}
 
 
 def test_classes_are_balanced():

@@ -1,15 +1,13 @@
 """The study of pretraining methods: its members, its table, and what it refuses."""
 
-import pytest
-from studied import config_of, csv_of, done, keys_at_fault, names_of, overrides_of, report_of
+from studied import config_of, csv_of, done, names_of, overrides_of, report_of
 
 from vit_jax.config import knn, rank
 from vit_jax.studies.engine import Result
 from vit_jax.studies.tables import DIVERGED
 
 
-@pytest.fixture
-def config():
+def pretraining():
     c = config_of("pretraining", seeds=2, finetunings=("few: data.split=train[:9]",))
     c.study.stages = ("mae: objective.name=mae; data.ops=flip", "other: objective.name=lejepa")
     splits = {"train_split": "train", "test_split": "test", "every": "1 epochs"}
@@ -18,7 +16,8 @@ def config():
     return c
 
 
-def test_fine_tunings_wait_for_their_pretraining_and_fill_the_table(config):
+def test_fine_tunings_wait_for_their_pretraining_and_fill_the_table():
+    config = pretraining()
     first = overrides_of(config)
     assert list(first) == [
         "mae__seed_0", "other__seed_0", "from_scratch__few__seed_0",
@@ -44,18 +43,3 @@ def test_fine_tunings_wait_for_their_pretraining_and_fill_the_table(config):
     ]
     assert report.best.names == ["mae__few__seed_0"]
     assert not report.is_complete and len(csv_of(config, results)) == 5
-
-
-@pytest.mark.parametrize(
-    ("study", "key"),
-    [
-        ({"stages": ()}, "study.stages"),
-        ({"finetunings": ("a",)}, "study.finetunings"),
-        ({"stages": ("a: seed=1",)}, "study.stages"),
-        ({"stages": ("a: init_from=x",)}, "study.stages"),
-        ({"metric": "tset/top1"}, "study.metric"),
-    ],
-)
-def test_studies_that_cannot_be(config, study, key):
-    config.study.update(study)
-    assert keys_at_fault(config) == [key]
