@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Images
 from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.contract import about, with_known
@@ -25,7 +26,7 @@ _NO_STATE: ModelState = types.MappingProxyType({})
 
 
 def layer_outputs(
-    model: nn.Module, params: Params, images: jax.Array, model_state: ModelState = _NO_STATE
+    model: nn.Module, params: Params, images: Images, model_state: ModelState = _NO_STATE
 ) -> list[jax.Array]:
     """The output of every layer for images (B, H, W, 3) in the model's value range.
 
@@ -40,7 +41,7 @@ def layer_outputs(
 
 
 def attention_weights(
-    model: nn.Module, params: Params, images: jax.Array, model_state: ModelState = _NO_STATE
+    model: nn.Module, params: Params, images: Images, model_state: ModelState = _NO_STATE
 ) -> list[jax.Array]:
     """The attention weights (B, H, N, N) of every layer, float32: softmax(q k^T / sqrt(K) + bias).
 
@@ -60,7 +61,7 @@ def attention_weights(
 def watch_attention(
     model: nn.Module,
     params: Params,
-    images: jax.Array,
+    images: Images,
     see: Callable[[jax.Array], T],
     model_state: ModelState = _NO_STATE,
 ) -> list[T]:
