@@ -66,8 +66,10 @@ def test_pictures_are_measured_as_alone(case, paths):
     for i, (record, image) in enumerate(zip(read, found.images, strict=True)):
         model = with_image_size(native, image.shape[:2], "linear_antialiased")
         alone = measure(model, open_images([image]), examples=1, batch_size=1, shown=1)
-        for name in ("images", "features", "rollouts", "heads", "distances", "entropies", "shares"):
+        for name in ("images", "features"):
             assert_near(getattr(found, name)[i], getattr(alone, name)[0])
+        for name, values in vars(found.attention).items():
+            assert_near(values[i], getattr(alone.attention, name)[0])
         assert_near(features[record], predict([image], model, output="features")[0])
         assert_near(dense[record], alone.features[0])
         assert weights[record].shape[1:] == (alone.norms[0].shape[1],) * 2

@@ -170,11 +170,10 @@ def test_an_abort_while_a_process_ends_by_itself_still_names_the_lost_one(monkey
     """The collective fails, and JAX aborts before the others have been described."""
     run = Run(p1=("step", 7, 0.0))
     run.watchdog.fail("JaxRuntimeError: connection reset by peer", 1)
-    monkeypatch.setattr(watchdog, "_watchdog", run.watchdog)
     monkeypatch.setattr(watchdog, "_has_spoken", threading.Event())
     monkeypatch.setattr(watchdog, "_coordinator_listens", lambda: False)
-    assert watchdog._speak_on_abort() == 1
+    assert watchdog._speak_on_abort(run.watchdog) == 1
     assert "process 0, the coordinator, is unreachable" in capsys.readouterr().err
     watchdog._has_spoken.set()
-    assert watchdog._speak_on_abort() == 1
+    assert watchdog._speak_on_abort(run.watchdog) == 1
     assert capsys.readouterr().err == ""

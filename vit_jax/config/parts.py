@@ -179,7 +179,8 @@ def key(
     return dataclasses.field(default=default, metadata=about)
 
 
-@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key,))
+# `key` is no field specifier here: mypy would see only defaults that are keyword arguments.
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section:
     """Keys that belong together, declared as fields by `key`; every subclass is a dataclass."""
 

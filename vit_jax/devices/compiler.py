@@ -79,7 +79,7 @@ def keep_programs() -> None:
     Call it before the first program is compiled. A folder that the user chose by JAX's own setting,
     such as JAX_COMPILATION_CACHE_DIR, stays. Without a writable folder nothing is kept.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     backend = jax.default_backend()
     folder = files.cache_folder("compiled") / (_cpu_kind() if backend == "cpu" else backend)

@@ -75,33 +75,39 @@ def jaxpr_flops(jaxpr: Jaxpr) -> int:
     return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
 
 
+def array_of(var: Any) -> jax.core.ShapedArray:
+    """The shape and dtype of an array in a jaxpr; JAX's annotation of `aval` states neither."""
+    return var.aval
+
+
 def _eqn_flops(eqn: JaxprEqn) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return 2 * eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+        shape = array_of(eqn.invars[0]).shape
+        return 2 * array_of(eqn.outvars[0]).size * math.prod(shape[axis] for axis in contracted)
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval
+        kernel = array_of(eqn.invars[1])
         out_features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
-        pairs = eqn.outvars[0].aval.size * (kernel.size // out_features)
+        pairs = array_of(eqn.outvars[0]).size * (kernel.size // out_features)
         return 2 * pairs // math.prod(params["lhs_dilation"])
     if name == "pallas_call":  # a body for each point of the grid
         return math.prod(params["grid_mapping"].grid) * jaxpr_flops(params["jaxpr"])
     if (kernel := params.get("target_name", name)) in CUDNN_PRODUCTS:
-        (B, N, H, K), M = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+        (B, N, H, K), M = array_of(eqn.invars[0]).shape, array_of(eqn.invars[1]).shape[1]
         return 2 * CUDNN_PRODUCTS[kernel] * B * H * N * M * K
     if name == "ffi_call" or name.startswith("dot_product_attention"):
         raise ValueError(f"FLOPs of the hand-written kernel {name} are unknown; count without it")
     inner = [jaxpr_flops(jaxpr) for jaxpr in jaxprs_in_params(params)]
     if name == "cond":
         return max(inner)
-    if name == "while" and sum(inner):
+    if name == "while" and any(inner):
         raise ValueError("FLOPs in a while loop are unknown; use jax.lax.scan")
     if name == "scan":
         return params["length"] * sum(inner)
     if name == "shard_map":
-        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # jax 0.10.0's name
+        name = "newly_manual_axes"
+        axes = params[name if name in params else "manual_axes"]  # jax 0.10.0's name
         return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
     return sum(inner)
 

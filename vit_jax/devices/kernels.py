@@ -207,9 +207,8 @@ def _tpu_attention(
     if parts and tokens > SHORT:
         kernel = partial(_tpu_attention, mesh=mesh)
         return _attend_apart(kernel, qkv, biases, turns, num_keys, parts)
-    num_keys = tokens if num_keys is None else num_keys
     numbers = (num_keys,) if isinstance(num_keys, jax.Array) else ()
-    of_all = tokens if numbers else num_keys
+    of_all = tokens if num_keys is None or isinstance(num_keys, jax.Array) else num_keys
     if tokens <= SHORT:
         biases = tuple(jnp.zeros(head) if bias is None else bias for bias in biases)
         attend = _on_devices(partial(_short_attention, num_keys=of_all, parts=parts), mesh)
@@ -222,7 +221,9 @@ def _tpu_attention(
         return choose_attention("tpu")(q_BNHK, *keys_values, num_keys_B=num_keys_B)
 
     def attend_long(qkv: tuple[jax.Array, ...], _: tuple[()], numbers: tuple[Any, ...]) -> Any:
-        return long_attention.attention(*qkv, numbers[0] if numbers else of_all)
+        q_BNHK, k_BMHK, v_BMHK = qkv
+        num_keys = numbers[0] if numbers else of_all
+        return long_attention.attention(q_BNHK, k_BMHK, v_BMHK, num_keys)
 
     return _on_devices(attend_long, mesh)((q_BNHK, *keys_values), (), numbers)
 
@@ -421,7 +422,7 @@ def draw_bytes_by_device(
         BATCH_AXES if axis == "batch" else axis if axis and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, shape, strict=True)
     ]
-    split = [axis for axis in mesh.axis_names if axis in BATCH_AXES or axis in spec]
+    split = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES or axis in spec)
     share = NamedSharding(mesh, P(*spec)).shard_shape(shape)
 
     def draw_share(key_data: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def start_backend(platform: str | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")
     elif not accelerators_on_host() and importlib.util.find_spec("libtpu"):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        if platform is None and not jax.config.jax_platforms:
+        if platform is None and not jax.config.values["jax_platforms"]:
             jax.config.update("jax_platforms", "cpu")
     if platform is not None and jax.default_backend() != platform:
         extra = {"gpu": "cuda", "tpu": "tpu"}.get(platform)

@@ -198,7 +198,7 @@ def place(array: np.ndarray | Lazy, sharding: NamedSharding) -> jax.Array:
     """
     parts: dict[str, np.ndarray] = {}  # several devices may have the same one
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         if (key := str(index)) not in parts:
             parts[key] = array[index]
         return parts[key]

@@ -180,7 +180,8 @@ def check_memory(workdir: epath.Path | None) -> Finding:
     """Free memory of the host, and free disk at `workdir` (None: the current folder)."""
     from vit_jax.devices.flops import format_bytes
 
-    memory, local = psutil.virtual_memory(), pathlib.Path.cwd()
+    memory = psutil.virtual_memory()
+    local: os.PathLike[str] = pathlib.Path.cwd()
     if workdir is not None and not is_in_bucket(workdir):
         local = next(p for p in [workdir, *workdir.parents] if p.exists())
     disk = shutil.disk_usage(local)
@@ -293,10 +294,10 @@ def check_wandb(timeout_s: float) -> Finding:
         return Finding("W&B", OK, f"WANDB_MODE={os.environ['WANDB_MODE']}: sends nothing")
     url = os.environ.get("WANDB_BASE_URL", _WANDB)
     host = urllib.parse.urlparse(url).hostname or url
-    key = os.environ.get("WANDB_API_KEY")
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        key = key or netrc.netrc().authenticators(host)
-    if not key:
+        has_key = has_key or netrc.netrc().authenticators(host) is not None
+    if not has_key:
         return Finding("W&B", FAILED, f"no key for {host}",
                        "run wandb login, or set WANDB_API_KEY")  # fmt: skip
     with contextlib.suppress(urllib.error.HTTPError):  # an answer too

@@ -82,27 +82,26 @@ def _trace(
     period = max(e.total_steps // _POINTS, 1)
     state, _ = start_state(run)
     frozen = place_teachers(run.teachers, e.abstract_frozen)
-    num_detailed = FIRST_STEPS if run is first else 0
-    gradient_norms = run.by_stage(compile_layer_norms) if num_detailed else None
+    gradient_norms = run.by_stage(compile_layer_norms) if run is first else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
     with Batches(run, 0) as batches:
         for step, batch in itertools.islice(batches, total):
             numbers = {}
-            if step <= num_detailed:
+            if gradient_norms is not None and step <= FIRST_STEPS:
                 norms = gradient_norms(step)(state, batch, *frozen)
                 numbers = {k: v for k, v in norms.items() if k.startswith("grad_norm/")}
                 numbers |= _data_numbers(batch)
             state, metrics = train_step(step)(state, batch, *frozen)
             losses.append(float(metrics["loss"]))
-            if step <= num_detailed:
+            if numbers:
                 numbers |= {"loss": losses[-1], "grad_norm": metrics["grad_norm"]}
                 norms = param_norms(state.params)
                 numbers |= {f"param_norm/{group}": norm for group, norm in norms.items()}
             found.first_steps.update({(step, name): float(x) for name, x in numbers.items()})
             if not curve:
                 continue
-            row = {"train/loss": np.mean(losses[-period:])} if step % period == 0 else {}
+            row = {"train/loss": float(np.mean(losses[-period:]))} if step % period == 0 else {}
             for name in run.timetable.evaluators(step):
                 measured = evaluate(name, first.evaluators[name], state)
                 row |= {key: value for key, value in measured.items() if key.endswith(_IN_CURVE)}

@@ -6,12 +6,12 @@ command `check --record NAME` adds the numbers.
 
 import json
 import math
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import scipy.stats
+from etils import epath
 
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import write_whole
@@ -21,7 +21,7 @@ from vit_jax.diagnosis.trace import Place, trace_runs
 from vit_jax.job.software import software
 from vit_jax.run.setup.validation import validate
 
-FOLDER = pathlib.Path(__file__).parent / "reference_curves"
+FOLDER = epath.Path(__file__).parent / "reference_curves"
 SEEDS = (0, 1, 2, 3, 4)  # of the band; the first is the one that is run again
 TOLERANCE = 1e-3  # relative, of the numbers of the first steps
 _TINY = 1e-6  # absolute, for numbers that are 0 but for rounding
@@ -94,7 +94,7 @@ def read_twin(name: str) -> Twin:
     return Twin(**json.loads((FOLDER / f"{name}.json").read_text()))
 
 
-def write_twin(twin: Twin, name: str) -> pathlib.Path:
+def write_twin(twin: Twin, name: str) -> epath.Path:
     """Write `twin` as FOLDER/NAME.json, one line for each entry; returns the path."""
     parts = []
     for field, value in twin._asdict().items():
@@ -119,7 +119,7 @@ def twin_settings(
       InputError: lists the faults of the overrides.
     """
     config = config_text.load_config(twin.config)
-    settings = _ALL | twin.overrides | {"seed": str(seed)}
+    settings = {**_ALL, **twin.overrides, "seed": str(seed)}
     if data_dir is not None and twin.data != "digits":
         settings["data.data_dir"] = data_dir
     faults = config_text.apply_overrides(config, [*settings.items(), *overrides])
@@ -185,7 +185,7 @@ def find_departures(limits: Limits, values: Mapping[Place, float]) -> list[Depar
     for place in sorted(limits.keys() | values.keys()):
         low, high = limits.get(place, (None, None))
         value = values.get(place)
-        known = value is not None and low is not None and high is not None
-        if not (known and low <= value <= high):  # also if it is not a number
+        # The comparison is also False if `value` is not a number.
+        if value is None or low is None or high is None or not low <= value <= high:
             found.append(Departure(*place, value, low, high))
     return found

@@ -3,6 +3,7 @@
 Axes: B images, H heads, N tokens (P prefix tokens, then S patches in raster order).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ def over_patches(weights: jax.Array, shares_N: np.ndarray, grid: tuple[int, int]
     What prefix tokens receive is left out. Pictures have shares (B, N), each its own.
     """
     if shares_N.ndim == 2:
-        return jax.vmap(lambda *of_picture: over_patches(*of_picture, grid))(weights, shares_N)
+        return jax.vmap(functools.partial(over_patches, grid=grid))(weights, shares_N)
     num_prefix = len(shares_N) - grid[0] * grid[1]
     received = jnp.einsum("n,...nm->...m", shares_N, weights, precision=_EXACT)[..., num_prefix:]
     return received.reshape(*received.shape[:-1], *grid)

@@ -60,6 +60,7 @@ def chart_curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Chart]:
 
 def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
     from bokeh.models import ColumnDataSource, HoverTool, Line, Scatter, VArea
+    from bokeh.models.renderers import DataRenderer
 
     chart, groups = _chart(**shared), group_seeds(runs)
     looks = styles(groups)
@@ -84,9 +85,9 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
         pale = {"name": f"{run.name}, as logged", "tags": [{"run": i, "raw": True}]}
         chart.add_glyph(source, Line(**line, line_alpha=0.35), **pale, visible=False)
     tips = [("run", "$name"), ("step", "@step{0,0}"), (metric, "@value{%.5g}")]
-    formats = {"@value": "printf"}
-    how = {"renderers": [*chart.renderers], "line_policy": "nearest"}
-    chart.add_tools(HoverTool(tooltips=tips, formatters=formats, **how))
+    hover = HoverTool(tooltips=tips, formatters={"@value": "printf"}, line_policy="nearest")
+    hover.renderers = [each for each in chart.renderers if isinstance(each, DataRenderer)]
+    chart.add_tools(hover)
     _draw_levels(chart, runs, metric, {name: look[0] for name, look in looks.items()})
     for group in groups:
         if len(group.runs) > 1:

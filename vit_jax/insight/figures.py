@@ -21,6 +21,8 @@ from vit_jax.insight.attention_maps import name_of_shares, patch_distances
 from vit_jax.insight.figure_names import FIGURE_NAMES
 from vit_jax.insight.measured import (
     MIN_IMAGES,
+    Attention,
+    Maps,
     Measured,
     alignment,
     measure,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 MAX_COMPONENTS = 28  # of the filters
 OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
+_NEEDS_IMAGES = "needs images; give files, folders or --data=NAME:SPLIT"
 
 # What a function gives: a figure, or several by name; its numbers, as arrays or as rows of a table.
 Made = tuple["Figure | dict[str, Figure]", Mapping[str, Any] | list[Sequence[Any]]]
@@ -60,10 +63,9 @@ class Subject:
     def model(self) -> nn.Module:
         return with_size(self.pretrained)
 
-    @property
-    def grids(self) -> Any:
+    def grids(self, seen: Measured) -> Any:
         """The grids of patches of the measured images; one if all are equal."""
-        return [self.model.grid] if self.seen.grids is None else self.seen.grids
+        return [self.model.grid] if seen.grids is None else seen.grids
 
 
 def filters_of(pretrained: Pretrained) -> np.ndarray | str:
@@ -121,23 +123,22 @@ def _positions(subject: Subject) -> Made | str:
     return figure, {"grid": np.array(subject.model.grid), **arrays}
 
 
-def _distance(subject: Subject) -> Made:
-    seen, model = subject.seen, subject.model
-    stride = model.token_stride
-    uniform = float(np.mean([patch_distances(grid, stride).mean() for grid in subject.grids]))
+def _distance(subject: Subject, seen: Measured, attention: Attention) -> Made:
+    model, grids = subject.model, subject.grids(seen)
+    uniform = float(np.mean([patch_distances(grid, model.token_stride).mean() for grid in grids]))
     height, width = model.image_size
     size = "px" if seen.grids is not None else f"px of {width} x {height}"
     labels = "uniform attention", f"attention distance ({size})"
-    shares = seen.shares.mean(axis=0)
-    return _by_head("distance_px", seen.distances, uniform, labels, prefix_share=shares)
+    shares = attention.shares.mean(axis=0)
+    return _by_head("distance_px", attention.distances, uniform, labels, prefix_share=shares)
 
 
-def _entropy(subject: Subject) -> Made:
-    tokens = subject.model.num_prefix_tokens + np.prod(subject.grids, axis=1)
+def _entropy(subject: Subject, seen: Measured, attention: Attention) -> Made:
+    tokens = subject.model.num_prefix_tokens + np.prod(subject.grids(seen), axis=1)
     between = " to ".join(f"{n:,}" for n in np.unique([tokens.min(), tokens.max()]))
     labels = f"uniform over {between} tokens", "entropy of attention (bits)"
     uniform = float(np.log2(tokens).mean())
-    return _by_head("entropy_bits", subject.seen.entropies, uniform, labels)
+    return _by_head("entropy_bits", attention.entropies, uniform, labels)
 
 
 def _by_head(
@@ -152,23 +153,20 @@ def _by_head(
     return figure, [("layer", "head", *columns), *rows]
 
 
-def _rollout(subject: Subject) -> Made:
-    seen = subject.seen
-    figure = plots.draw_rollouts(seen.images, seen.rollouts, name_of_shares(subject.model))
-    return figure, {"rollout": seen.rollouts} | seen.shown
+def _rollout(subject: Subject, seen: Measured, attention: Attention) -> Made:
+    where = name_of_shares(about(subject.model))
+    figure = plots.draw_rollouts(seen.images, attention.rollouts, where)
+    return figure, {"rollout": attention.rollouts} | seen.shown
 
 
-def _heads(subject: Subject) -> Made:
-    seen, where = subject.seen, name_of_shares(subject.model)
-    figures = {
-        f"heads_{i}": plots.draw_heads(image, of_heads, where)
-        for i, (image, of_heads) in enumerate(zip(seen.images, seen.heads, strict=True), start=1)
-    }
-    return figures, {"attention": seen.heads} | seen.shown
+def _heads(subject: Subject, seen: Measured, attention: Attention) -> Made:
+    where = name_of_shares(about(subject.model))
+    pairs = enumerate(zip(seen.images, attention.heads, strict=True), start=1)
+    figures = {f"heads_{i}": plots.draw_heads(*pair, where) for i, pair in pairs}
+    return figures, {"attention": attention.heads} | seen.shown
 
 
-def _features(subject: Subject) -> Made | str:
-    seen = subject.seen
+def _features(subject: Subject, seen: Measured) -> Made | str:
     rows = np.concatenate([x.reshape(-1, x.shape[-1]) for x in seen.features])
     components, shares = principal_components(rows, 3)
     if len(components) < 3:
@@ -177,35 +175,59 @@ def _features(subject: Subject) -> Made | str:
     ends = np.cumsum([x.shape[0] * x.shape[1] for x in seen.features])
     parts = zip(np.split(projected, ends[:-1]), seen.features, strict=True)
     made = [part.reshape(*x.shape[:2], 3) for part, x in parts]
-    made = made if isinstance(seen.features, list) else np.stack(made)
-    figure = plots.draw_features(seen.images, made)
-    return figure, {"components": made, "share_of_variance": shares} | seen.shown
+    maps: Maps = made if isinstance(seen.features, list) else np.stack(made)
+    figure = plots.draw_features(seen.images, maps)
+    return figure, {"components": maps, "share_of_variance": shares} | seen.shown
 
 
-def _norms(subject: Subject) -> Made:
-    table = norm_table(subject.seen, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
+def _norms(subject: Subject, seen: Measured) -> Made:
+    table = norm_table(seen, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
     rows = enumerate(zip(*table.values(), strict=True))
     figure = plots.draw_norms(table, OUTLIER_FACTOR)
     return figure, [("layer", *table), *((i, *row) for i, row in rows)]
 
 
-def _similarity(subject: Subject) -> Made | str:
-    found = alignment(subject.seen.grams, (subject.other or subject.seen).grams)
+def _similarity(subject: Subject, seen: Measured) -> Made | str:
+    found = alignment(seen.grams, (subject.other or seen).grams)
     if found is None:
         return f"needs {MIN_IMAGES} readable images in a batch; give more"
     own = subject.pretrained.source
-    names = [f"layer of {plots.short(name, 20)}" for name in (own, subject.other_name or own)]
+    first, second = (plots.short(name, 20) for name in (own, subject.other_name or own))
+    names = f"layer of {first}", f"layer of {second}"
     rows = ((*place, value) for place, value in np.ndenumerate(found))
     return plots.draw_similarity(found, names), [("layer", "other_layer", "cka"), *rows]
 
 
-_FUNCTIONS = (_filters, _positions, _distance, _rollout, _heads, _features, _entropy, _norms,
-              _similarity)  # fmt: skip
+def _of_images(draw: Callable[[Subject, Measured], Made | str]) -> Callable[[Subject], Made | str]:
+    """The function of a figure from one that needs measurements."""
+
+    def figure(subject: Subject) -> Made | str:
+        return _NEEDS_IMAGES if subject.seen is None else draw(subject, subject.seen)
+
+    return figure
+
+
+def _of_attention(
+    draw: Callable[[Subject, Measured, Attention], Made],
+) -> Callable[[Subject], Made | str]:
+    """The function of a figure from one that needs measurements of attention."""
+
+    def figure(subject: Subject) -> Made | str:
+        seen, why = subject.seen, about(subject.pretrained.model).why_no_weights
+        if why or seen is None or seen.attention is None:
+            return why or _NEEDS_IMAGES
+        return draw(subject, seen, seen.attention)
+
+    return figure
+
+
+_FUNCTIONS = (_filters, _positions, _of_attention(_distance), _of_attention(_rollout),
+              _of_attention(_heads), _of_images(_features), _of_attention(_entropy),
+              _of_images(_norms), _of_images(_similarity))  # fmt: skip
 FIGURES: dict[str, Callable[[Subject], Made | str]] = dict(
     zip(FIGURE_NAMES, _FUNCTIONS, strict=True)
 )
 _OF_PARAMETERS = ("filters", "positions")
-_OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
 
 
 def needs_images(names: Iterable[str]) -> bool:
@@ -221,17 +243,10 @@ def write_figures(
     Returns:
       ({figure: names of its files}, {figure left out: reason}).
     """
-    no_attention = about(subject.pretrained.model).why_no_weights
     written, reasons = {}, {}
     for chosen in names:
         name, _, form = chosen.partition(".")
         form = form or "png"
-        if name in _OF_ATTENTION and no_attention:
-            reasons[chosen] = no_attention
-            continue
-        if needs_images([name]) and subject.seen is None:
-            reasons[chosen] = "needs images; give files, folders or --data=NAME:SPLIT"
-            continue
         with plots.paper_style():
             made = FIGURES[name](subject)
             if isinstance(made, str):
@@ -258,27 +273,30 @@ def draw_figures(
     names: Sequence[str],
     *,
     compare_to: str | None = None,
+    progress: bool = True,
     **how: int,
 ) -> dict[str, Any]:
     """Measure a model over images and write the figures `names`; see `api.figures`.
 
-    `how`: the arguments of `measure`.
+    `how`: the other arguments of `measure`.
     """
     subject, plain = Subject(pretrained), [name.partition(".")[0] for name in names]
     if images is not None:
-        subject.seen = measure(pretrained, images, **how)
+        subject.seen = measure(pretrained, images, progress=progress, **how)
         if compare_to is not None and "similarity" in plain:
-            other = read_pretrained(compare_to)
-            if other.spec.image_size is None:
-                other = with_image_size(other, pretrained.spec.image_size)
-            subject.other, subject.other_name = measure(other, images, **how), compare_to
+            other, size = read_pretrained(compare_to), pretrained.spec.image_size
+            if other.spec.image_size is None and size is not None:
+                other = with_image_size(other, size)
+            subject.other = measure(other, images, progress=progress, **how)
+            subject.other_name = compare_to
     written, reasons = write_figures(subject, names, output)
     return {"figures": written, "left_out": reasons}
 
 
 def _npz(arrays: Mapping[str, Any]) -> bytes:
     """The file of these arrays; a list gives NAME_1, NAME_2, ..."""
-    content, named = io.BytesIO(), {}
+    content = io.BytesIO()
+    named: dict[str, Any] = {}
     for name, x in arrays.items():
         is_list = isinstance(x, list)
         named |= {f"{name}_{i}": own for i, own in enumerate(x, 1)} if is_list else {name: x}

@@ -31,6 +31,21 @@ Maps = np.ndarray | list[np.ndarray]
 
 
 @dataclasses.dataclass
+class Attention:
+    """What the attention of a model is on; see `attention_maps`.
+
+    distances, entropies, shares: (I, L, H).
+    rollouts: (n, rows, columns); heads: (n, L, H, rows, columns).
+    """
+
+    distances: np.ndarray
+    entropies: np.ndarray
+    shares: np.ndarray
+    rollouts: Maps
+    heads: Maps
+
+
+@dataclasses.dataclass
 class Measured:
     """Measurements of a model on I readable images; the first few of them are shown.
 
@@ -42,8 +57,7 @@ class Measured:
       whose tokens differ in number, of the means over the tokens.
     images: the shown images as the model gets them, uint8 (n, height, width, C).
     features: (n, rows, columns, D): the patches of the encoder's output.
-    distances, entropies, shares: (I, L, H), see `attention_maps`; None: no attention.
-    rollouts: (n, rows, columns); heads: (n, L, H, rows, columns); None: no attention.
+    attention: None: the model has none.
     grids: int32 (I, 2), rows and columns of patches of pictures in their own shape; tokens of
       `norms` after them do not count. None: all images have the model's grid.
     """
@@ -53,11 +67,7 @@ class Measured:
     grams: list[np.ndarray]
     images: Maps
     features: Maps
-    distances: np.ndarray | None = None
-    entropies: np.ndarray | None = None
-    shares: np.ndarray | None = None
-    rollouts: Maps | None = None
-    heads: Maps | None = None
+    attention: Attention | None = None
     grids: np.ndarray | None = None
 
     @property
@@ -110,7 +120,8 @@ def measure(
         progress=progress,
         keys=("image", "mask"),
     )
-    names, grams, each, first = [], [], [], {}
+    names, grams, each = [], [], []
+    first: dict[str, Maps] = {}
     for i, (results, batch) in enumerate(found):
         kept = np.flatnonzero(batch["mask"] > 0)
         ids = record_ids[i * batch_size :][kept]
@@ -130,7 +141,12 @@ def measure(
         of_tokens = functools.partial(in_own_shape, num_prefix=0)
         for name in first.keys() - {"images"}:
             first[name] = [*map(of_tokens if name == "features" else _map_of, first[name], grids)]
-    return Measured(names=names, grams=grams, **whole, **first)
+    attention = None
+    if "heads" in first:
+        distances, entropies, shares = whole["distances"], whole["entropies"], whole["shares"]
+        attention = Attention(distances, entropies, shares, first["rollouts"], first["heads"])
+    images, features = first["images"], first["features"]
+    return Measured(names, whole["norms"], grams, images, features, attention, whole.get("grids"))
 
 
 def _map_of(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -155,61 +171,77 @@ def _tokens_of(model: Any, images: Images, shown: int) -> tuple[Any, ...]:
     prefix, counts = model.num_prefix_tokens, images.counts[:, None]
     in_row = for_one_size(model.clone(image_size=(height, most * width)))
     real = np.arange(prefix + most)[None] < prefix + counts
-    shares = (maps.token_shares(in_row)[None] * real)[:shown]
+    shares = (maps.token_shares(about(in_row))[None] * real)[:shown]
     shares /= shares.sum(axis=1, keepdims=True)
     distances = maps.patch_distances(images, model.patch_size)
     return in_row.grid, distances, shares, real, (prefix + most) / (prefix + counts), most / counts
 
 
+def _see_attention(
+    model: nn.Module,
+    params: tree.Params,
+    model_state: tree.ModelState,
+    images: Images,
+    x: Images,
+    shown: int,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Measure the attention on `images`, which are `x` in the model's value range.
+
+    The weights of a layer are reduced before the next layer's are needed.
+
+    Returns:
+      By name the results (B, L, H), and the heads and rollouts of the first `shown` images.
+    """
+    grid, distances, shares, real, per_token, per_patch = _tokens_of(model, images, shown)
+    rolled: list[jax.Array] = []
+
+    def see(weights: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        if real is not None:
+            weights = jnp.where(real[:, None, :, None], weights, 0)
+        few = weights[:shown]
+        rolled.append(maps.rollout_step(few, rolled[-1] if rolled else None))
+        by_head = {
+            "distances": maps.mean_distance(weights, distances) * per_patch,
+            "entropies": maps.mean_entropy(weights) * per_token,
+            "shares": maps.prefix_share(weights, model.num_prefix_tokens) * per_patch,
+        }
+        return by_head, maps.over_patches(few, shares, grid)
+
+    by_head, heads = zip(*layers.watch_attention(model, params, x, see, model_state), strict=True)
+    each = jax.tree.map(lambda *of_layers: jnp.stack(of_layers, axis=1), *by_head)
+    rollouts = maps.over_patches(rolled[-1], shares, grid)
+    return each, {"heads": jnp.stack(heads, axis=1), "rollouts": rollouts}
+
+
 def make_program(
     model: nn.Module, spec: Any, shown: int
-) -> Callable[[tree.Params, tree.ModelState, jax.Array], dict[str, Any]]:
+) -> Callable[[tree.Params, tree.ModelState, Images], dict[str, Any]]:
     """The jitted function for `measure`: variables and uint8 images (B, H, W, C), or pictures.
 
     Padding of pictures counts nowhere. The Gram matrices are of the mean of each picture's tokens.
-
-    The attention weights of a layer are reduced before the next layer's are needed.
     """
     has_attention = about(model).why_no_weights is None
 
     @jax.jit
     def program(
         params: tree.Params, model_state: tree.ModelState, images: Images
-    ) -> tuple[Any, ...]:
+    ) -> dict[str, Any]:
         x = to_value_range(images, spec.mean, spec.std)
-        rolled, counts = [], counts_of(images)
-        if has_attention:
-            grid, distances, shares, real, per_token, per_patch = _tokens_of(model, images, shown)
-
-        def see(weights: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-            if real is not None:
-                weights = jnp.where(real[:, None, :, None], weights, 0)
-            few = weights[:shown]
-            rolled.append(maps.rollout_step(few, rolled[-1] if rolled else None))
-            by_head = {
-                "distances": maps.mean_distance(weights, distances) * per_patch,
-                "entropies": maps.mean_entropy(weights) * per_token,
-                "shares": maps.prefix_share(weights, model.num_prefix_tokens) * per_patch,
-            }
-            return by_head, maps.over_patches(few, shares, grid)
-
-        each, few = {}, {}
+        each: dict[str, Any] = {}
+        few: dict[str, jax.Array] = {}
         with watch() as found:
             if has_attention:
-                seen = layers.watch_attention(model, params, x, see, model_state)
-                by_head, heads = zip(*seen, strict=True)
-                each = jax.tree.map(lambda *of_layers: jnp.stack(of_layers, axis=1), *by_head)
-                few["heads"] = jnp.stack(heads, axis=1)
-                few["rollouts"] = maps.over_patches(rolled[-1], shares, grid)
+                each, few = _see_attention(model, params, model_state, images, x, shown)
             else:
                 layers.layer_outputs(model, params, x, model_state)
+        assert found.tokens is not None  # both call the model's `tokens`
         outputs = [layer.astype(jnp.float32) for layer in found.layers]
         lengths = [jnp.linalg.norm(layer, axis=-1) for layer in outputs]
         each["norms"] = [norm.reshape(len(norm), -1) for norm in lengths]
-        if counts is not None:
-            each["grids"] = images.grid
-            outputs = [mean_of_first(layer, model.num_prefix_tokens + counts) for layer in outputs]
-        few["features"] = as_map(model, found.tokens, spec.image_size, counts)[:shown]
+        if isinstance(images, Pictures):
+            each["grids"], ends = images.grid, model.num_prefix_tokens + images.counts
+            outputs = [mean_of_first(layer, ends) for layer in outputs]
+        few["features"] = as_map(model, found.tokens, spec.image_size, counts_of(images))[:shown]
         few = {name: values.astype(jnp.float32) for name, values in few.items()}
         return {"each": each, "shown": few, "grams": jnp.stack([*map(gram_matrix, outputs)])}
 

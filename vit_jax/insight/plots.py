@@ -11,7 +11,7 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+    from matplotlib.typing import RcKeyType
 
     from vit_jax.insight.runs import Group, Run
 
 WIDTH = 3.25  # inches, of a figure of a model
 FONT_SIZE = 7  # points, in it
-_STYLE = {
+_STYLE: dict[RcKeyType, Any] = {
     "figure.dpi": 300,
     "font.size": FONT_SIZE,
     "axes.titlesize": "medium",
@@ -49,7 +50,7 @@ _STYLE = {
 }
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow and its like.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-_BLUE, _ORANGE, _, _, _BLACK, *_ = _COLORS
+_BLUE, _ORANGE, _BLACK = _COLORS[0], _COLORS[1], _COLORS[4]
 _PALE_BLUE = "#9CC7E3"
 _DASHES = ("solid", "dashed", "dotted")
 FEW = 20  # rows; a curve of fewer has dots
@@ -105,8 +106,8 @@ def as_file(figure: Figure, form: str = "png") -> bytes:
 def _figure(height: float, width: float = WIDTH, **fields: Any) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", **fields)
-    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02)
+    figure = Figure(figsize=(width, height), **fields)
+    figure.set_layout_engine("constrained", w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02)
     return figure
 
 
@@ -268,20 +269,21 @@ def _draw_panels(
     sides = [width * min(rows / columns, _TALLEST) for rows, columns in shapes]
     figure = _figure(0.55 + sum(sides) + 0.05 * len(rows))
     panels = figure.subplots(len(rows), len(heads), squeeze=False, height_ratios=sides)
-    image = None
+    coloured: list[AxesImage] = []
     for row, (height, width), row_axes in zip(rows, shapes, panels, strict=True):
         for (content, how), axes in zip(row, row_axes, strict=True):
             shown = axes.imshow(content, extent=(0, width, height, 0), **how)
-            image = shown if "cmap" in how else image
+            if "cmap" in how:
+                coloured.append(shown)
             axes.set_axis_off()
     for title, axes in zip(heads, panels[0], strict=True):
         axes.set_title(title)
-    figure.colorbar(image, ax=list(panels.flat), label=label, location="bottom", aspect=40,
+    figure.colorbar(coloured[-1], ax=list(panels.flat), label=label, location="bottom", aspect=40,
                     fraction=0.06, pad=0.02)  # fmt: skip
     return figure
 
 
-def draw_rollouts(images: Sequence[np.ndarray], maps: Sequence[np.ndarray], where: str) -> Figure:
+def draw_rollouts(images: Iterable[np.ndarray], maps: Iterable[np.ndarray], where: str) -> Figure:
     """Attention rollout beside each image, as heat and as a mask.
 
     `images`: n of uint8 (H, W, C); `maps`: n of (rows, columns); `where` the tokens it starts from.
@@ -295,7 +297,7 @@ def draw_rollouts(images: Sequence[np.ndarray], maps: Sequence[np.ndarray], wher
     return _draw_panels(("image", "rollout", "as a mask"), rows, label)
 
 
-def draw_features(images: Sequence[np.ndarray], components: Sequence[np.ndarray]) -> Figure:
+def draw_features(images: Iterable[np.ndarray], components: Collection[np.ndarray]) -> Figure:
     """The first three principal components, n of (rows, columns, 3), of patch features.
 
     Together as red, green and blue, and each by itself; scaled from the 2nd to the 98th percentile
@@ -367,7 +369,7 @@ def draw_pairs(pairs: Sequence[tuple[str, str, int]], num_pairs: int) -> Figure:
     axes.barh(range(len(pairs)), [count for _, _, count in pairs])
     axes.set_yticks(range(len(pairs)), names)
     axes.invert_yaxis()
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     return figure
 
 
@@ -397,7 +399,7 @@ def draw_runs(runs: Sequence[Run], metrics: Sequence[str]) -> Figure:
             for text, value in levels(group.runs, metric).items():
                 axes.axhline(value, color=color, linestyle="dotted", linewidth=1)
                 axes.annotate(text, (0, value), xycoords=("axes fraction", "data"), fontsize=7)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
     seeds = [f" (mean ± deviation, {g.counted})" * (len(g.runs) > 1) for g in groups]
     names = [short(group.name, 60) + said for group, said in zip(groups, seeds, strict=True)]

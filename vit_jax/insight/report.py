@@ -151,7 +151,7 @@ def read_figures(
     """
     of_runs = {run.workdir / "figures": run.name for run in runs}
     found = []
-    for place, name in (of_runs | folders | of_runs).items():
+    for place, name in {**of_runs, **folders, **of_runs}.items():
         images = [
             image
             for image in read_images(place, "*.png", "*/*.png")
@@ -183,7 +183,7 @@ def _in_base64(path: epath.Path) -> str:
 def read_classes(runs: Sequence[Run], folders: Mapping[epath.Path, str]) -> list[ClassResults]:
     """The results of `evaluate --output` in the workdirs, one or two folders deep, or `folders`."""
     found = []
-    for place, name in ({run.workdir: run.name for run in runs} | folders).items():
+    for place, name in {**{run.workdir: run.name for run in runs}, **folders}.items():
         for path in find(place, "classes.csv", "*/classes.csv", "*/*/classes.csv"):
             head, *rows = _read_csv(path)
             for at in [head.index(measure) for measure in _MEASURES if measure in head]:

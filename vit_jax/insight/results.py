@@ -191,7 +191,7 @@ def mistakes_of_labels(
     wrong = wrong[np.argsort(-error_NC[wrong].max(axis=1), kind="stable")]
 
     def listed(is_there_C: np.ndarray) -> str:
-        return ";".join(names[c] for c in np.flatnonzero(is_there_C))
+        return ";".join(names[c] for c in np.flatnonzero(is_there_C).tolist())
 
     rows = []
     for i in wrong:

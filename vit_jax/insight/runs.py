@@ -149,7 +149,8 @@ def _say_content(path: epath.Path) -> str:
 
 def short_names(paths: Sequence[epath.Path]) -> list[str]:
     """As many last parts of each path as tell all paths apart."""
-    length, names = 0, []
+    length = 0
+    names: list[str] = []
     while len(set(names)) < len(paths):
         length += 1
         names = [shown("/".join(os.fspath(path).split("/")[-length:])) for path in paths]

@@ -30,7 +30,7 @@ def run_in_child_of_first_process() -> None:
     for number in _PASSED_ON:
         signal.signal(number, lambda number, frame: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
-    ended = None
-    while ended != child:
+    while True:
         ended, status = os.wait()
-    os._exit(exit_codes.of_ended(os.waitstatus_to_exitcode(status)))
+        if ended == child:
+            os._exit(exit_codes.of_ended(os.waitstatus_to_exitcode(status)))

@@ -156,9 +156,10 @@ def _is_alone(coordinator: str | None, num_processes: int | None, process_id: in
                 f"or give {', '.join(names)} to each"
             )
         return found == 1
-    given = zip(names, (coordinator, num_processes, process_id), strict=True)
-    if missing := [name for name, value in given if value is None]:
-        raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(names)}")
+    if coordinator is None or num_processes is None or process_id is None:
+        given = zip(names, (coordinator, num_processes, process_id), strict=True)
+        missing = ", ".join(name for name, value in given if value is None)
+        raise InputError(f"{missing}: missing; give all of {', '.join(names)}")
     if not 0 <= process_id < num_processes:
         raise InputError(
             f"--process_id={process_id}: must be from 0 to {num_processes - 1}, since "
@@ -217,7 +218,7 @@ def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
         store.key_value_set(f"{prefix}/verdict", json.dumps([missing, differences]))
     else:
         verdict = _wait_for(f"{prefix}/verdict", timeout_s + _VERDICT_S)
-        missing, differences = json.loads(verdict) if verdict else ([0], [])
+        missing, differences = ([0], []) if verdict is None else verdict
     if missing:
         raise ProcessError(
             f"{_processes(missing)} did not reach the comparison of {name} within {timeout_s:.0f} s"
@@ -229,11 +230,10 @@ def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
 def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     """(missing processes, one text per fact that differs)."""
     until = time.monotonic() + timeout_s
-    texts = [_wait_for(f"{prefix}/facts/{i}", max(until - time.monotonic(), 0.1))
-             for i in range(jax.process_count())]  # fmt: skip
-    if missing := [i for i, text in enumerate(texts) if text is None]:
+    said = [_wait_for(f"{prefix}/facts/{i}", max(until - time.monotonic(), 0.1))
+            for i in range(jax.process_count())]  # fmt: skip
+    if missing := [i for i, facts in enumerate(said) if facts is None]:
         return missing, []
-    said = [json.loads(text) for text in texts]
     differences = []
     for key in sorted(set().union(*said)):
         by_value: dict[str, list[int]] = {}
@@ -267,20 +267,20 @@ def say_to_all(what: str, find: Callable[[], Any], timeout_s: float, by: int = 0
         except InputError as e:
             text = json.dumps({"faults": e.faults})
         client().key_value_set(key, text)
+        said = json.loads(text)
     else:
-        text = _wait_for(key, timeout_s)
-        if text is None:
+        said = _wait_for(key, timeout_s)
+        if said is None:
             raise ProcessError(f"process {by} did not say {what} in {timeout_s:.0f} s")
-    said = json.loads(text)
     if "faults" in said:
         raise InputError(*said["faults"])
     return said["found"]
 
 
-def _wait_for(key: str, timeout_s: float) -> str | None:
-    """Wait for the value of `key` in the store; None if it does not arrive in time."""
+def _wait_for(key: str, timeout_s: float) -> Any:
+    """Wait for the JSON of `key` in the store, and read it; None if it does not arrive in time."""
     try:
-        return client().blocking_key_value_get(key, round(1000 * timeout_s))
+        return json.loads(client().blocking_key_value_get(key, round(1000 * timeout_s)))
     except jax.errors.JaxRuntimeError as e:
         if "DEADLINE_EXCEEDED" not in str(e):
             raise
@@ -310,7 +310,9 @@ class PreemptionGuard:
         self._signalled = self.interrupted = False
         # With several processes, JAX's own handler notifies all, and they agree on a step.
         self._single = jax.process_count() == 1
-        handlers = {signal.SIGINT: self._on_interrupt}
+        handlers: dict[int, Callable[[int, types.FrameType | None], None]] = {
+            signal.SIGINT: self._on_interrupt
+        }
         if self._single:
             handlers[signal.SIGTERM] = self._on_signal
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup and `&` in a script ask so

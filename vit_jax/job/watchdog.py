@@ -147,17 +147,17 @@ class Watchdog:
         self._ticked_at, self._ticking, self._lived = self.clock(), 0.0, 0.0
         self._heard: dict[int, tuple[Report, float]] = {}  # and the time of its last new beat
         self.answered = True
-        self._failed_at: float | None = None
+        self._failed_at = math.inf
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enter a phase with a deadline of its own, which starts now."""
-        moves, outer, *step = self._place
-        self._place = (moves + 1, name, *step)
+        moves, outer, step, sent = self._place
+        self._place = (moves + 1, name, step, sent)
         try:
             yield
         finally:
-            self._place = (self._place[0] + 1, outer, *step)
+            self._place = (self._place[0] + 1, outer, step, sent)
 
     @property
     def current_phase(self) -> str:
@@ -202,8 +202,8 @@ class Watchdog:
             return
         self.board.publish(self.report())
         failed = {i for i, report in self._ask("failed").items() if i != self.process}
-        if failed and self._failed_at is None:
-            self._failed_at = self._lived
+        if failed:
+            self._failed_at = min(self._failed_at, self._lived)  # the first time
         # Reports read now will explain JAX's own message about a missed heartbeat.
         waits = self._seen[1] == "step" and self._waited > self.deadlines["step"] / 2
         if self.answered and (late or failed or self.failure or waits):
@@ -287,7 +287,7 @@ def start(job: Job) -> None:
         process=jax.process_index(),
         num_processes=num_processes,
         board=Board(jax.process_index()) if num_processes > 1 else None,
-        end=_end,
+        end=lambda what: _end(watchdog, what),
     )
 
     def keep_ticking() -> None:
@@ -297,7 +297,7 @@ def start(job: Job) -> None:
 
     threading.Thread(target=keep_ticking, name="watchdog", daemon=True).start()
     if num_processes > 1:
-        processes.on_abort(_speak_on_abort)
+        processes.on_abort(lambda: _speak_on_abort(watchdog))
 
 
 def stop() -> None:
@@ -352,26 +352,26 @@ def leave(code: int, error: BaseException | None = None) -> NoReturn:
     processes.exit_now(code, _STORE_BEATS * beat_s)
 
 
-def _end(what: str) -> NoReturn:
+def _end(watchdog: Watchdog, what: str) -> NoReturn:
     faulthandler.dump_traceback(all_threads=True)
     processes.say(what)  # last, where launchers show it
     _has_spoken.set()
-    _watchdog.fail(what, FAILED)
-    processes.exit_now(FAILED, _STORE_BEATS * _watchdog.interval_s)
+    watchdog.fail(what, FAILED)
+    processes.exit_now(FAILED, _STORE_BEATS * watchdog.interval_s)
 
 
-def _speak_on_abort() -> int:
+def _speak_on_abort(watchdog: Watchdog) -> int:
     if _has_spoken.is_set():
-        return _watchdog.exit_code
+        return watchdog.exit_code
     if not _coordinator_listens():
-        _watchdog.answered = False
-    if not _watchdog.failure:  # otherwise it was ending, and has printed its traceback
+        watchdog.answered = False
+    if not watchdog.failure:  # otherwise it was ending, and has printed its traceback
         faulthandler.dump_traceback(all_threads=True)
     processes.say(
-        _watchdog.describe_others()
-        or f"aborted by JAX, see the message above; this process: {_watchdog.report()}"
+        watchdog.describe_others()
+        or f"aborted by JAX, see the message above; this process: {watchdog.report()}"
     )
-    return _watchdog.exit_code
+    return watchdog.exit_code
 
 
 def _coordinator_listens() -> bool:

@@ -52,7 +52,7 @@ def calculate_plan(settings: Settings, target: Target) -> dict[str, Any]:
     mesh = plan_mesh(settings, target, describe_devices(target))
     experiment = planned_experiment(settings, mesh)
     counted = scanned(settings, mesh)
-    step_flops = counted and _flops_of_some_layers(settings, mesh, counted)
+    step_flops = None if counted is None else _flops_of_some_layers(settings, mesh, counted)
     figures = describe(settings, target, mesh, experiment, counted, step_flops)
     images, accum_steps = figures["images_per_way"], settings.optimizer.accum_steps
     memory = calculate_memory(settings, target)
@@ -293,11 +293,14 @@ def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
 
     def gradients(*args: Any) -> Any:
-        return experiment.step_with(watched(experiment.tx))(*args)[0].opt_state[0]
+        seen: Any = experiment.step_with(watched(experiment.tx))(*args)[0].opt_state
+        return seen[0]
 
     if own_rows:
-        specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-        gradients = jax.shard_map(gradients, mesh=alone.mesh, **specs)
+        whole = PartitionSpec()
+        gradients = jax.shard_map(
+            gradients, mesh=alone.mesh, in_specs=whole, out_specs=whole, check_vma=False
+        )
     with jax.set_mesh(alone.mesh):
         traced = jax.make_jaxpr(gradients)(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)

@@ -43,8 +43,9 @@ def estimate(
         estimates["by_kernel"] = _by_kernel(figures, chip)
     if share_of_peak is not None:
         by, step = "at_utilisation", _as_measured(figures, chip, share_of_peak)
-    elif _is_timed_by_compiler(figures, chip):
-        by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
+    elif (cycles_per_s := _cycles_per_s(figures, chip)) is not None:
+        flops_s, by = roofline["flops_s"], "compiler"
+        step = _by_compiler(figures, chip, cycles_per_s, flops_s, hidden, added)
     else:
         by_kernel = estimates["by_kernel"]
         by, step = "at_utilisation", _at_utilisation(figures, chip, roofline, by_kernel)
@@ -73,7 +74,7 @@ def _add_up(stages: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         name: None if runs[-1][name] is None else sum(run[name] for run in runs)
         for name in ("hours", "chip_hours", "tpu_core_days", "cost")
     }
-    hours, goodput = sums["hours"], runs[-1]["goodput"] or 1.0
+    hours, goodput = sum(run["hours"] for run in runs), runs[-1]["goodput"] or 1.0
     means = {
         name: sum(run[name] * run["hours"] for run in runs) / hours
         for name in ("mfu", "images_per_s")
@@ -81,8 +82,9 @@ def _add_up(stages: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     return runs[-1] | sums | means | {"step_s": hours * goodput * 3600 / steps}
 
 
-def _is_timed_by_compiler(figures: Mapping[str, Any], chip: Chip) -> bool:
-    return figures["compiler_cycles"] is not None and chip.cycles_per_s is not None
+def _cycles_per_s(figures: Mapping[str, Any], chip: Chip) -> float | None:
+    """Cycles per second of the chip; None if unknown, or if the compiler has counted no cycles."""
+    return None if figures["compiler_cycles"] is None else chip.cycles_per_s
 
 
 def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
     peak = chip.peak_flops * figures["num_chips"]
     moved, is_minimum = figures["hbm_bytes_accessed"], True
     traffic = "state, gradients and kept activations are read and written once"
-    if _is_timed_by_compiler(figures, chip):
+    if _cycles_per_s(figures, chip) is not None:
         memory = figures["memory_bytes"]
         state = sum(memory[name] for name in ("params", "optimizer", "ema", "other_state"))
         moved = 2 * state + memory["batch"]
@@ -182,16 +184,21 @@ def _common_assumptions(figures: Mapping[str, Any], chip: Chip) -> list[str]:
 
 
 def _by_compiler(
-    figures: Mapping[str, Any], chip: Chip, flops_s: float, hidden: float, added: float
+    figures: Mapping[str, Any],
+    chip: Chip,
+    cycles_per_s: float,
+    flops_s: float,
+    hidden: float,
+    added: float,
 ) -> dict[str, Any]:
     """A step's time by the compiler's cycles, given the seconds of hidden and added collectives.
 
     The computation takes at least `flops_s`, also if the cycles of a kernel are not known.
     """
-    compute_s = max(figures["compiler_cycles"] / chip.cycles_per_s, flops_s)
+    compute_s = max(figures["compiler_cycles"] / cycles_per_s, flops_s)
     told = (
         "the compiler's cycles, with kernels' cycles by their schedules, at "
-        f"{chip.cycles_per_s / 1e9:g} GHz"
+        f"{cycles_per_s / 1e9:g} GHz"
     )
     waits = "asynchronous collectives hide behind computation, the others add to it"
     return _with_collectives(figures, chip, compute_s, hidden, added, [told, waits])

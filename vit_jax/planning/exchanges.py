@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -185,8 +186,8 @@ def _add_parameters(
         times = accum_steps
         if is_joined:
             over_data, gradient_size, times = "all-reduce", leaf.dtype.itemsize, 1
+        whole = share * shape["fsdp"]
         if "fsdp" in scattered:
-            whole = share * shape["fsdp"]
             has_backward = tree.part_of(tree.unrolled_names(name, leaf)[0]) not in still
             passes = 1 + (has_backward and model.reads_again(name))
             exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
@@ -209,7 +210,7 @@ def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: in
     """Add the gathers of the weights of teachers; see `collective_table`."""
     state, objective, model = experiment.abstract_state, experiment.objective, experiment.model
     frozen = experiment.abstract_frozen
-    taught = [(model, state.objective_state)]
+    taught: list[tuple[nn.Module, tree.Params]] = [(model, state.objective_state)]
     for variables in frozen:
         models = objective.frozen_models
         taught += zip(models, variables, strict=True) if models else [(model, variables)]

@@ -3,12 +3,12 @@
 A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
 
+import dataclasses
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -27,7 +27,8 @@ _WORKSPACE = re.compile(r", [us]8\[\d+\](\{[^{}]*\})?\)$")  # the last result of
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
     """One collective operation of a program.
 
     kind: all-gather, all-reduce, ...
@@ -53,7 +54,8 @@ class Collective(NamedTuple):
         return self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
 
-class Work(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Work:
     """The work and the bytes of one instruction of a program per execution, on one device.
 
     name: the instruction's.
@@ -206,7 +208,7 @@ class Program:
                 found[-1].flops[dtype_of(types[0])] += flops * place.count // found[-1].count
         return found
 
-    def _bytes_of(self, each: Instruction, siblings: dict[str, Instruction]) -> int:
+    def _bytes_of(self, each: Instruction, siblings: Mapping[str, Instruction]) -> int:
         types = [siblings[name].type for name in each.operands if name in siblings]
         if each.opcode in ("copy-start", "slice-start"):  # (result, operand, context)
             return sum(map(_hbm_bytes, _elements(each.type)[:2]))
@@ -343,10 +345,10 @@ def _between_slices(each: Instruction, in_slice: int, count: int) -> Collective 
     The program is for one slice of `in_slice` devices; each device communicates with its
     counterparts in the other slices.
     """
-    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', each.attributes)
-    if each.opcode != "send" or kind is None:
+    told = re.search(r'_xla_megascale_transfer_type="(\w+)"', each.attributes)
+    if each.opcode != "send" or told is None:
         return None
-    kind = {"ONE_TO_ONE": "collective-permute"}.get(kind[1], kind[1].lower().replace("_", "-"))
+    kind = {"ONE_TO_ONE": "collective-permute"}.get(told[1], told[1].lower().replace("_", "-"))
     slices = re.search(r'_xla_megascale_target="\{([^}]*)\}', each.attributes)
     ids = re.findall(r"(\d+)(?::(\d+))?", slices[1]) if slices else []  # 5:8 means 5 to 8
     number = sum(int(last or first) - int(first) + 1 for first, last in ids) or 2

@@ -1,6 +1,8 @@
 """The instructions in the text of a program compiled by XLA, line by line."""
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -14,13 +16,14 @@ class Instruction(NamedTuple):
     attributes: str
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Place:
     """An instruction, those beside it by name, its number of executions, and the places of its
     enclosing fusions, outermost first.
     """
 
     instruction: Instruction
-    siblings: dict[str, Instruction]
+    siblings: Mapping[str, Instruction]
     count: int
     computation: str
     within: tuple["Place", ...]

@@ -10,6 +10,7 @@ have the compiler write its schedules into FOLDER/dump. On standard output: [bun
 a kernel without schedule.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import export
@@ -29,6 +30,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import SingleDeviceSharding
 
 from vit_jax.devices.chips import find_slice
+from vit_jax.devices.flops import array_of
 from vit_jax.planning.targets import Target, find_devices, start_planning
 
 logger = logging.getLogger("vit_jax")
@@ -37,7 +39,8 @@ logger = logging.getLogger("vit_jax")
 _LAST_PASS = "--xla_jf_dump_llo_pass_label_regex=final_hlo"
 
 
-class KernelCall(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
     """Calls of one kernel, alike in everything.
 
     name: the kernel's.
@@ -144,13 +147,14 @@ def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
         return json.loads(done.stdout)
 
 
-def _exported(eqn: JaxprEqn) -> bytes:
+def _exported(eqn: JaxprEqn) -> bytearray:
     """The kernel call of `eqn` as a program of its own, for TPUs."""
 
     def call(*args: jax.Array) -> Any:
         return eqn.primitive.bind(*args, **eqn.params)
 
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    arrays = [array_of(var) for var in eqn.invars]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     return export.export(jax.jit(call), platforms=["tpu"])(*shapes).serialize()
 
 

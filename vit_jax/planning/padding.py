@@ -16,7 +16,7 @@ def real_share(
 
     Padding by the program itself (`jnp.pad`) counts as values.
     """
-    siblings: Mapping[str, Instruction] = place.siblings
+    siblings = place.siblings
     outside = [(outer.instruction, outer.siblings) for outer in place.within]
     each = siblings.get(name)
     while each is not None:

@@ -51,7 +51,7 @@ def _amount(amount: float, form: str = ",.4g", least: float = 0.001) -> str:
 
 def _remedy(remedies: list[dict[str, Any]]) -> str:
     """The change to make: the last one that `find_remedies` gives."""
-    last = remedies[-1] if remedies else {"fits": False}
+    last: dict[str, Any] = remedies[-1] if remedies else {"fits": False}
     if last["fits"]:
         return f"fits with {_as_flags(last['change'])} ({_bytes(last['peak_bytes'])})"
     suggested = f"; try {_as_flags(last['change'])}" if last["fits"] is None else ""

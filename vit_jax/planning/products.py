@@ -43,10 +43,9 @@ def count_flops(
     if opcode == "convolution" or target in _CONVOLUTIONS:
         shapes = [shape_of(text) for text in (result, *operands[:2])]
         places = _CONVOLUTIONS.get(target, (1, 2, 0))
-        shares = (1.0, *real)
-        return _convolution_flops(
-            *(shapes[at] for at in places), attributes, shares[places[0]], shares[places[1]]
-        )
+        given, kernel, output = (shapes[at] for at in places)
+        real_given, real_kernel, _ = ((1.0, *real)[at] for at in places)
+        return _convolution_flops(given, kernel, output, attributes, real_given, real_kernel)
     if opcode == "dot" or target.startswith("__cublas$"):
         (lhs, *_), contracted = (
             operands,

@@ -86,7 +86,8 @@ def largest_batch(settings: Settings, target: Target) -> dict[str, Any]:
     ways = batch_ways(target_mesh(settings, target).shape)
     unit = settings.optimizer.accum_steps
     least, fitting = 0, {}  # the largest number that fits so far, and its plan
-    too_many, figures, fault = math.inf, {}, InputError()
+    too_many: int | None = None
+    figures, fault = {}, InputError()
     number = _round_down(max(settings.run.global_batch_size // ways, unit), unit)
     for _ in range(_TRIES):
         try:
@@ -106,7 +107,7 @@ def largest_batch(settings: Settings, target: Target) -> dict[str, Any]:
         room = memory["capacity"] - memory["peak"] + growing
         number = _round_down(int(number * max(room, 0) / growing), unit)
         number = min(number, _round_down(LARGEST_BATCH // ways, unit))
-        if number >= too_many:
+        if too_many is not None and number >= too_many:
             number = _round_down((least + too_many) // 2, unit)
         if number <= least:
             break
@@ -216,13 +217,14 @@ def find_layouts(
     target: Target,
     *,
     batches: bool = False,
-    **known: float | None,
+    price_per_chip_hour: float | None = None,
+    goodput: float | None = None,
 ) -> list[dict[str, Any]]:
     """Layouts for the config's global batch, the fastest that fit first.
 
     A key of LAYOUT_KEYS that the config sets itself keeps its value. With `batches` the layouts are
-    all meshes with all remat policies instead, each with the largest batch that fits. `known`: the
-    price and the goodput of `estimate`.
+    all meshes with all remat policies instead, each with the largest batch that fits. The price and
+    the goodput are those of `estimate`.
     """
     plan = functools.partial(planning.plan, target=target)
     found = _largest_batches(settings, target) if batches else _layouts(settings, target, plan)
@@ -232,7 +234,7 @@ def find_layouts(
         row = {"changes": changes, "fits": memory["fits"], "peak_bytes": memory["peak"]}
         row |= {key: figures[key] for key in _SHOWN}
         if memory["fits"]:
-            row["estimate"] = estimate(figures, **known)["run"]
+            row["estimate"] = estimate(figures, price_per_chip_hour, goodput)["run"]
         rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
 
@@ -243,7 +245,7 @@ def _largest_batches(
     """All meshes with all remat policies, each with `largest_batch`."""
     for mesh in meshes(settings, target):
         for remat in _remats(settings):
-            changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            changes: Changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
             changes["model.remat"] = remat
             figures = largest_batch(settings.with_values(changes), target)
             yield changes | {"global_batch_size": figures["global_batch_size"]}, figures

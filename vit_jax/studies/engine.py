@@ -180,8 +180,9 @@ class Study(Part):
 
     def value_of(self, result: Result | None, metric: str) -> float | None:
         """A metric of a member; None if it has not finished, or lacks the metric."""
-        is_there = result is not None and result.state == FINISHED
-        return self.numbers_of(result).get(metric) if is_there else None
+        if result is None or result.state != FINISHED:
+            return None
+        return self.numbers_of(result).get(metric)
 
     def numbers_of(self, result: Result) -> Mapping[str, Any]:
         """The summary of a member, with the metrics of the step that counts."""

@@ -70,7 +70,9 @@ class FinetuneSweep(Study):
         """The runs of the sweep and, once they have all ended, those with the best rate."""
         best = self.best_lr(results)
         tries = [*self._tries.values()] if len(self.peak_lrs) > 1 else []
-        seeds = [] if best is None else self.all_seeds
+        if best is None:
+            return tries
+        seeds = self.all_seeds
         return tries + [self._run(f"lr_{best}_seed_{seed}", best, seed, {}) for seed in seeds]
 
     def report(self, found: Found) -> Report:

@@ -120,9 +120,10 @@ class Grid(Study):
         """A row for each row of the grid and each measure, with the chosen candidate."""
         chosen = self._chosen(found.results)
         table: dict[str, dict[str, dict[str, Measured]]] = {}  # {measure: {row: {column: cell}}}
-        for part, metric in {"trained": self.metric, "fine-tuned": self.finetune_metric}.items():
-            if part == "fine-tuned" and not self.finetune:
-                continue
+        metrics = {"trained": self.metric}
+        if self.finetune:
+            metrics["fine-tuned"] = self.finetune_metric or ""
+        for part, metric in metrics.items():
             rows = table[f"{'fine-tuned: ' * (part == 'fine-tuned')}{metric}, %"] = {}
             for row, column in self.entries["cells"]:
                 best = chosen.get((row, column))
@@ -130,9 +131,7 @@ class Grid(Study):
                 cell = Measured() if best is None else found.measure(metric, note=best, **place)
                 rows.setdefault(row, {})[column] = cell
         files = draw_table(table)
-        part, metric = "trained", self.metric
-        if self.finetune:
-            part, metric = "fine-tuned", self.finetune_metric or ""
+        part, metric = [*metrics.items()][-1]
         finals = [m for (row, column), best in chosen.items()
                   for m in found.at(row=row, column=column, candidate=best, part=part)]  # fmt: skip
         return Report(

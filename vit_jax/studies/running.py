@@ -187,9 +187,9 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     words = member_words(call, member)
     command = [sys.executable, "-m", "vit_jax.main", *words]
     shown = ["python", *command[1:]]
-    handed_on = call.launcher is not None and member.command == "train"
-    if handed_on:
-        command = shown = [*call.launcher, "--", *words]
+    launcher = call.launcher if member.command == "train" else None
+    if launcher is not None:
+        command = shown = [*launcher, "--", *words]
     logger.info("%s: %s", member.name, shlex.join(shown))
     code, last_lines, told_to_stop = _execute(command)
     # A member that had nearly ended when it was told to stop may still end normally.
@@ -197,7 +197,7 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     result = read_result(call.workdir / member.name)
     if result is not None:
         return stopped, result
-    if code == exit_codes.DONE and handed_on:
+    if code == exit_codes.DONE and launcher is not None:
         record_handed_over(call.workdir, {member.name: shlex.join(shown)})
         return stopped, Result(HANDED_OVER)
     error = f"ended with exit code {code}\n{last_lines}".strip()
@@ -231,6 +231,7 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
         if signal.SIGTERM in received:
             process.terminate()
         with process:
+            assert process.stderr is not None  # since it is a pipe
             for line in process.stderr:
                 sys.stderr.write(line)
                 last_lines.append(line)
@@ -245,7 +246,7 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
 
 def record_handed_over(workdir: epath.Path, commands: Mapping[str, str]) -> None:
     """Adds {member: command} to what was handed over in the study of `workdir`."""
-    content = json.dumps(_read_handed_over(workdir) | commands, indent=2) + "\n"
+    content = json.dumps({**_read_handed_over(workdir), **commands}, indent=2) + "\n"
     write_whole(workdir / _HANDED_OVER_FILE, content)
 
 
@@ -334,7 +335,8 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
         f"The members:\n\n```sh\n{commands}\n```\n"
     )
     as_json = json.dumps(content, indent=2, default=Measured.numbers) + "\n"
-    for name, file in {"study.md": text, "study.json": as_json, **files}.items():
+    texts = {"study.md": text.encode(), "study.json": as_json.encode()}
+    for name, file in {**texts, **files}.items():
         write_whole(call.workdir / name, file)
     return report
 

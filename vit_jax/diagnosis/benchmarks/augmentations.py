@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.base.pictures import Images, Pictures, cut_out
-from vit_jax.base.tree import Batch
 from vit_jax.config.sections import Data
 from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
 from vit_jax.data.batch import decode_early, image_crops
@@ -100,12 +100,11 @@ def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
         return Pictures(*(np.stack([one[name] for one in cut]) for name in ("image", "grid")))
 
     def on_device(ops: Sequence[DeviceOp]) -> Callable[..., Sequence[np.ndarray]]:
-        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
-        classes = {"num_classes": d.num_classes}
-        transform = jax.jit(make_device_transform(ops, **pixels, **classes))
+        mean, std = (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)
+        transform = jax.jit(make_device_transform(ops, mean, std, num_classes=d.num_classes))
 
         def apply(images: Sequence[np.ndarray], sample: int = 0) -> list[np.ndarray]:
-            batch: Batch = {
+            batch: dict[str, Any] = {
                 "image": join(images, sample),
                 "label": jnp.zeros(_ROWS, jnp.int32),
                 "mask": jnp.ones(_ROWS),
@@ -117,9 +116,11 @@ def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
 
         return apply
 
-    columns, finish = [("original\n", whole)], on_device(device_ops)
+    columns: list[Column] = [("original\n", whole)]
+    finish = on_device(device_ops)
     for i in range(_SAMPLES):
         columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
+    originals: Sequence[np.ndarray]
     if rule is None:
         originals = on_host([*before, *resize], read)
     else:

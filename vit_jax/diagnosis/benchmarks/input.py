@@ -58,17 +58,19 @@ def measure_input(
     num_rounds = num_rounds or _NUM_ROUNDS
     data_order = training_order(settings.data, run, source)
     where: dict[str, Any] = {"seed": run.seed, "rows": rows, "data_order": data_order}
-    makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
+    makers: dict[str, Callable[..., Iterator]] = {}
+    makers["pipeline"] = functools.partial(data.host_batches, source, spec, **where)
     full_size = data.at_full_size(host_ops)
     if source.encoded and full_size != host_ops:
         unscaled = eval_batch(settings.data, spec.size, full_size, "data.ops")
         makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
     if source.encoded:
-        for name, load in {
+        loads: dict[str, Callable[..., Any]] = {
             "decode": lambda image, key: tf.shape(to_pixels(image)),
             "fused_float32": functools.partial(plain_load, image_size, True),
             "unfused_float32": functools.partial(plain_load, image_size, False),
-        }.items():
+        }
+        for name, load in loads.items():
             makers[name] = functools.partial(plain_batches, source, load, spec.size, **where)
     calls = round_calls(makers, num_batches, 1 + num_rounds)
     measure(calls, 1)  # warm-up
@@ -99,11 +101,12 @@ def round_calls(
     pipeline to the end, so that no prefetching falls into another round.
     """
     steps = [range(i * num_batches, (i + 1) * num_batches) for i in range(num_rounds)]
-    rounds = {name: iter([make(steps=s) for s in steps]) for name, make in makers.items()}
-    return {
-        name: lambda batches=batches: collections.deque(next(batches), maxlen=0)
-        for name, batches in rounds.items()
-    }
+
+    def reader(make: Callable[..., Iterator]) -> Callable[[], object]:
+        rounds = iter([make(steps=s) for s in steps])
+        return lambda: collections.deque(next(rounds), maxlen=0)
+
+    return {name: reader(make) for name, make in makers.items()}
 
 
 def plain_batches(

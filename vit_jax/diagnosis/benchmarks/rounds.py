@@ -15,7 +15,7 @@ class Cost(NamedTuple):
 
 def measure(calls: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[Cost]]:
     """Run all `calls` in turn, `num_rounds` times; returns the costs of each call by round."""
-    costs = {name: [] for name in calls}
+    costs: dict[str, list[Cost]] = {name: [] for name in calls}
     for _ in range(num_rounds):
         for name, call in calls.items():
             wall, cpu = time.perf_counter(), time.process_time()

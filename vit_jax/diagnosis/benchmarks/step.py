@@ -63,8 +63,8 @@ def measure_step(
         num_rounds = min(num_steps, num_rounds or _NUM_ROUNDS)
         images = settings.run.global_batch_size * (num_steps // num_rounds)
         calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
+        products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
         if on_cpu := mesh.devices.flat[0].platform == "cpu":
-            products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
             calls["matmul"] = make_matmuls(matmul_size, products)
             calls["matmul"]()
         costs = measure(calls, num_rounds)
@@ -113,10 +113,10 @@ def compile_steps(
     since = time.perf_counter()
     compiled = experiment.lower().compile()
     compile_s = time.perf_counter() - since
-    state = batch = frozen = None
+    state = batch = frozen = metrics = None
 
     def take_steps(number: int) -> None:
-        nonlocal state, batch, frozen
+        nonlocal state, batch, frozen, metrics
         if state is None:
             state, batch = experiment.init(), made_up_batch(experiment, num_classes)
             frozen = jax.tree.map(  # zeros in place of the weights of the teachers
@@ -152,7 +152,7 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
                 key, shapes["label"].shape, 0, num_classes if one_label else 2, jnp.int32
             ).astype(shapes["label"].dtype),
             "mask": jnp.ones(shapes["mask"].shape, jnp.float32),
-            "id": jnp.arange(*shapes["id"].shape, dtype=jnp.int32),
+            "id": jnp.arange(shapes["id"].size, dtype=jnp.int32),
         }
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)

@@ -125,7 +125,7 @@ def _find(settings: Settings, mesh: Mesh) -> tuple[nn.Module, dict[str, BlockOps
 
 def _place(facts: Mapping[str, Any]) -> epath.Path | None:
     """The file of an answer beside the compiled programs; None: these are not kept."""
-    folder = jax.config.read("jax_compilation_cache_dir")
+    folder = jax.config.values["jax_compilation_cache_dir"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return folder and epath.Path(folder) / f"kernels-{digest[:16]}.json"
 
