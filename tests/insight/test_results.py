@@ -133,6 +133,17 @@ def test_results_of_several_labels(tmp_path, caplog):
     assert read(tmp_path / "test/classes.csv") == [row[:-2] for row in (head, *rows)]
 
 
+def test_a_threshold_close_to_one_is_read_back_equal(tmp_path):
+    """As 1 it would refuse the image that it was chosen for."""
+    shown = Shown(np.array([[16.5], [15]], np.float32), np.array([[1.0], [0]], np.float32),
+                  np.array([0, 1], np.int32), np.ones(1))  # fmt: skip
+    of_one = type("One", (NamedSource,), {"num_classes": 1, "class_names": ["ant"]})
+    results.write_results(tmp_path, "val", shown, of_one)
+    ((*_, threshold, _),) = read(tmp_path / "val/classes.csv")[1:]
+    chosen, other = np.asarray(jax.nn.sigmoid(np.array([16.5, 15], np.float32)))
+    assert chosen >= float(threshold) > other
+
+
 def test_a_threshold_holds_for_the_probabilities_that_predict_computes(tmp_path):
     """Two logits whose probabilities are one number in float32: both are predicted, or none."""
     logits = np.array([[16.62], [16.60], [3]], np.float32)
