@@ -22,6 +22,15 @@ def at_fault(*keys):
     assert keys_of(error.value) == [*keys], str(error.value)
 
 
+@contextlib.contextmanager
+def refused_with(*words):
+    """The block must raise an InputError whose text has all of `words`."""
+    with pytest.raises(InputError) as error:
+        yield
+    for word in words:
+        assert word in str(error.value), word
+
+
 def golden_page(path):
     """{command line: what it is answered, in lines that are indented on the page}."""
     blocks = path.read_text().strip().split("\n\n")

@@ -211,11 +211,9 @@ def test_every_source_gives_the_same_tokens_to_any_host_from_any_step(name, whic
     source = (EVERY | {"npz": of_npz})[name](tmp_path / "data", captions)
     source, own = with_tokenizer(source, tmp_path)
     assert own == contents and source.class_names is None
-    hosts = [batches(source, rows, range(5, 8)) for rows in (range(0, 5, 2), range(1, 5, 2))]
-    for batch, *parts in zip(trained[1:], *hosts, strict=True):
-        for key, whole in batch.items():
-            assert np.array_equal(parts[0][key], whole[::2]), key
-            assert np.array_equal(parts[1][key], whole[1::2]), key
+    of_a_host = batches(source, range(1, 5, 2), range(5, 8))
+    for batch, part in zip(trained[1:], of_a_host, strict=True):
+        assert all(np.array_equal(part[key], batch[key][1::2]) for key in batch)
     for ours, theirs in zip(one_pass(source), in_order, strict=True):
         assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
 

@@ -40,28 +40,6 @@ def rgba():
     return PIL.Image.fromarray(noise, "RGBA")
 
 
-def test_files_become_grey_or_keep_four_channels(tmp_path):
-    image = PIL.Image.fromarray(smooth_image(16, 16))
-    for name in ("colour.jpg", "colour.png"):
-        image.save(tmp_path / name)
-    for name in ("four.png", "four.tif", "four.webp"):
-        rgba().save(tmp_path / name, **({"lossless": True, "exact": True} if "w" in name else {}))
-    paths = [str(tmp_path / name) for name in ("colour.jpg", "colour.png")]
-    grey = batch_of(image_files(paths, Reading(channels=1)), "decode|central_crop")
-    assert grey["image"].shape == (2, 16, 16, 1) and grey["mask"].all()
-    for image, path in zip(grey["image"], paths, strict=True):
-        expected = np.asarray(PIL.Image.open(path).convert("L")).astype(int)
-        np.testing.assert_allclose(image[..., 0].astype(int), expected, atol=2)
-    names = ("four.png", "four.tif", "four.webp", "colour.png", "colour.jpg")
-    four = batch_of(
-        image_files([str(tmp_path / n) for n in names], Reading(channels=4)), "decode|central_crop"
-    )
-    for image in four["image"][:3]:
-        np.testing.assert_array_equal(image, np.asarray(rgba()))
-    assert four["mask"].all()
-    assert (four["image"][3:, ..., 3] == 255).all()
-
-
 @pytest.mark.parametrize(
     ("ops", "channels"),
     [("inception_crop", 4), ("decode|resize_small(20)|central_crop", 1),

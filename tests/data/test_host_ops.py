@@ -157,17 +157,15 @@ def test_antialias_acts_only_where_a_side_shrinks():
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((60, 90), (20, 30)), ((61, 30), (41, 20)), ((10, 10), (20, 20))]
-)
-def test_resize_small_keeps_the_aspect(shape, expected):
-    assert apply("resize_small(20)", smooth_image(*shape)).shape == (*expected, 3)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((60, 90), (20, 30)), ((90, 60), (45, 30)), ((40, 60), (20, 30))]
-)
-def test_resize_small_covers_the_size_tightly(shape, expected):
-    assert apply("resize_small((20, 30))", smooth_image(*shape)).shape == (*expected, 3)
+    ("size", "shape", "expected"),
+    [
+        ("20", (60, 90), (20, 30)), ("20", (61, 30), (41, 20)), ("20", (10, 10), (20, 20)),
+        ("(20, 30)", (60, 90), (20, 30)), ("(20, 30)", (90, 60), (45, 30)),
+        ("(20, 30)", (40, 60), (20, 30)),
+    ],
+)  # fmt: skip
+def test_resize_small_keeps_the_aspect_and_covers_the_size_tightly(size, shape, expected):
+    assert apply(f"resize_small({size})", smooth_image(*shape)).shape == (*expected, 3)
 
 
 @pytest.mark.parametrize("filter", ["bilinear", "bicubic"])
@@ -242,29 +240,23 @@ def test_a_resize_before_a_crop_follows_the_image_size(op):
     )
 
 
-def test_random_crop_takes_every_window_that_there_is():
-    image = smooth_image(6, 9)
-    windows = {image[y : y + 5, x : x + 7].tobytes() for y in range(2) for x in range(3)}
-    found = {crop.tobytes() for crop in apply_at("random_crop((5, 7))", image, range(60))}
-    assert found == windows
-    np.testing.assert_array_equal(apply("random_crop((6, 9))", image), image)
-
-
-def test_random_crop_pads_what_is_smaller():
-    image = smooth_image(4, 9)
-    padded = np.pad(image, [(1, 1), (0, 0), (0, 0)])
-    windows = {padded[:, x : x + 7].tobytes() for x in range(3)}
-    op = "random_crop((6, 7), pad=True)"
-    found = {crop.tobytes() for crop in apply_at(op, image, range(40))}
-    assert found == windows
-
-
-def test_pad_crop_takes_every_window():
-    image = smooth_image(6, 9)
-    padded = np.pad(image, [(1, 1), (1, 1), (0, 0)])
-    windows = [padded[y : y + 6, x : x + 9].tobytes() for y in range(3) for x in range(3)]
-    found = {crop.tobytes() for crop in apply_at("pad_crop(1)", image, range(100))}
-    assert found == set(windows)
+@pytest.mark.parametrize(
+    ("op", "shape", "pad", "size"),
+    [
+        ("random_crop((5, 7))", (6, 9), (0, 0), (5, 7)),
+        ("random_crop((6, 9))", (6, 9), (0, 0), (6, 9)),
+        ("random_crop((6, 7), pad=True)", (4, 9), (1, 0), (6, 7)),
+        ("pad_crop(1)", (6, 9), (1, 1), (6, 9)),
+    ],
+)
+def test_crops_at_random_take_every_window_that_there_is(op, shape, pad, size):
+    image, (height, width) = smooth_image(*shape), size
+    padded = np.pad(image, [(side, side) for side in (*pad, 0)])
+    rows, columns = (n - part + 1 for n, part in zip(padded.shape, size, strict=False))
+    windows = {
+        padded[y : y + height, x : x + width].tobytes() for y in range(rows) for x in range(columns)
+    }
+    assert {crop.tobytes() for crop in apply_at(op, image, range(100))} == windows
 
 
 @pytest.mark.parametrize("shape", [(300, 2), (3, 400), (1, 999), (999, 1), (20, 16), (24, 24)])

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 from asked import prepare
-from at_fault import at_fault
+from at_fault import at_fault, refused_with
 from images import encode, smooth_image
 
 from vit_jax.base.errors import InputError
@@ -56,10 +56,8 @@ def number_of_all(data_dir):
 
 
 def refused(data_dir, *words, split="train", **fields):
-    with pytest.raises(InputError) as error:
+    with refused_with(*words):
         make_source("list", split=split, data_dir=data_dir, image_size=(16, 16), **fields)
-    for word in words:
-        assert word in str(error.value), word
 
 
 def test_one_label_each(root):
@@ -86,16 +84,6 @@ def test_several_labels_each(root, suffix):
     }  # fmt: skip
     refused(path, "no label, or several", ": sub/b.png", "--config=folder:multilabel")
     assert both(path, multi_label=None) == both(path, multi_label=True)
-    none = "file,label\na.jpg,cat\nsub/b.png,-1\nc.jpg,dog\n"  # as in tar and Parquet files
-    if suffix == "jsonl":
-        rows = (
-            {"file": n, "label": c}
-            for n, c in zip(("a.jpg", "sub/b.png", "c.jpg"), ("cat", -1, "dog"), strict=True)
-        )
-        none = "".join(json.dumps(row) + "\n" for row in rows)
-    path = write(root, none, f"none.{suffix}")
-    assert both(path, multi_label=True) == {"a.jpg": [1, 0], "sub/b.png": [0, 0], "c.jpg": [0, 1]}
-    refused(path, "no label, or several", ": sub/b.png", "--config=folder:multilabel")
     one_each = write(root, CSV, "one_each.csv")
     assert both(one_each, multi_label=None) == both(one_each)
 
@@ -144,10 +132,8 @@ def test_too_many_missing_images_are_refused(root):
     """Before anything is written or compiled; in a folder of classes too."""
     c = load_config(f"{CONFIGS / 'folder.py'}:list,debug")
     c.data.data_dir = str(write(root, CSV + "".join(f"gone_{i}.jpg,dog\n" for i in range(9))))
-    with pytest.raises(InputError) as error:
+    with refused_with("%) are missing", "data.max_corrupt_fraction=0.1: gone_", "or raise"):
         prepare(c, root / "run")
-    for word in ("%) are missing", "data.max_corrupt_fraction=0.1: gone_", "or raise"):
-        assert word in str(error.value), word
     assert not (root / "run").exists()
     folder = root / "classes"
     for class_name in ("cat", "dog"):

@@ -8,11 +8,10 @@ import time
 import jax
 import numpy as np
 import pytest
-from at_fault import at_fault
-from images import encode, make_folder, pil_rgb, smooth_image
+from at_fault import at_fault, refused_with
+from images import encode, make_folder, smooth_image
 from read_settings import settings_of
 
-from vit_jax.base.errors import InputError
 from vit_jax.config import base_config
 from vit_jax.data import (
     BatchSpec,
@@ -195,13 +194,6 @@ def test_the_billionth_step_starts_at_once(digits):
     assert position % digits.num_examples != 0 and len(set(batch["id"])) == 16
 
 
-def test_images_and_labels_belong_to_their_ids(digits):
-    (batch,) = train(digits, image_size=(8, 8), ops="", num_steps=1)
-    example = digits.read(tf.constant(batch["id"], tf.int64))
-    np.testing.assert_array_equal(batch["image"], example["image"])
-    np.testing.assert_array_equal(batch["label"], example["label"])
-
-
 def test_evaluation_covers_every_digit_once_on_4_hosts():
     test = make_source("digits", split="test", image_size=(8, 8))
     hosts = [
@@ -327,11 +319,9 @@ def test_training_names_its_own_key(digits):
 
 
 def refused(source, ops, image_size, words):
-    with pytest.raises(InputError) as error:
+    with refused_with(*words):
         spec = image_batch(16, image_size, parse_ops(ops, image_size)[0], "evals.*.ops")
         pipeline.host_eval_batches(source, spec, rows=np.arange(16))
-    for word in words:
-        assert word in str(error.value)
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (1, 8)])
@@ -347,16 +337,3 @@ def test_global_arrays(digits, shape):
     test = make_source("digits", split="test", image_size=(8, 8))
     batches = eval_batches(test, spec, sharding=sharding)
     assert sum(float(batch["mask"].sum()) for batch in batches) == 360
-
-
-def test_imagenet_sample_is_what_pil_sees(shared_data):
-    source = make_source(
-        "imagenet_sample", split="train[:4]", data_dir=str(shared_data), image_size=(32, 32)
-    )
-    (batch,) = evaluate(
-        source, image_size=(32, 32), ops="decode|central_crop", rows=range(4), global_batch_size=4
-    )
-    for record, image in enumerate(batch["image"]):
-        pixels = pil_rgb(source.read(tf.constant(record, tf.int64))["image"].numpy())
-        top, left = (pixels.shape[0] - 32) // 2, (pixels.shape[1] - 32) // 2
-        np.testing.assert_array_equal(image, pixels[top : top + 32, left : left + 32])

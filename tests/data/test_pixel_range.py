@@ -6,13 +6,9 @@ import numpy as np
 import PIL.Image
 import pytest
 from images import encode, smooth_image
-from read_settings import settings_of
 from test_modes import ALPHA, png
 
-from vit_jax.base.errors import Faults
-from vit_jax.config.text import load_config
 from vit_jax.data import image_batch, make_source, parse_ops
-from vit_jax.data.checks import check_data
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.images.formats import Reading, to_pixels, why_unreadable
 from vit_jax.data.images.given import image_files, open_images
@@ -127,11 +123,3 @@ def test_a_file_of_weights_states_the_range():
     assert all(KINDS[READING[key]](value) for key, value in stated.items() if value is not None)
     assert read_preparation(stated, (8, 8), "x")["pixel_range"] == RANGE
     assert read_preparation({}, (8, 8), "x")["pixel_range"] is None
-
-
-@pytest.mark.parametrize("given", [(1,), (5, 5), (9, 3)])
-def test_a_range_that_is_none_is_refused(given):
-    config, faults = load_config("folder"), Faults()
-    config.data.pixel_range = given
-    check_data(settings_of(config).data, config.global_batch_size, faults)
-    assert any(f"data.pixel_range={given}: needs LOW,HIGH" in fault for fault in faults)

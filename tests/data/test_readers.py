@@ -83,21 +83,6 @@ def test_every_reader_gives_the_same_batches(cifar10, order_name, ops):
         assert_same(batches(cifar10[reader], order_name, ops, **how), expected)
 
 
-@pytest.mark.parametrize("order_name", ORDERS)
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_an_epoch_visits_each_record_once_from_any_step(order_name, num_hosts):
-    n, batch = 500, 20  # imagenet_sample, in 25 steps an epoch
-    data_order = make_order(order_name, [n], 0, global_batch_size=batch, **ORDERS[order_name])
-    for start in (0, 1, 7, 10**6 + 3):
-        epoch_start = -(-start // 25) * 25  # the first epoch that begins at the step or after it
-        steps = np.arange(epoch_start, epoch_start + 25)
-        epoch = [
-            data_order(tf.constant((steps[:, None] * batch + rows).ravel(), tf.int64)).numpy()
-            for rows in np.split(np.arange(batch), num_hosts)
-        ]
-        np.testing.assert_array_equal(np.sort(np.concatenate(epoch)), np.arange(n))
-
-
 @pytest.fixture(scope="module")
 def sample(shared_data):
     return make_source(

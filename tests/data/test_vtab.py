@@ -2,6 +2,7 @@
 
 import logging
 import math
+import pathlib
 import shutil
 
 import jax
@@ -30,31 +31,11 @@ from vit_jax.data.sources.vtab import (
 from vit_jax.transfer import read_pretrained
 
 # The table once more: group, TFDS, the 200, test, its size, classes.
-TABLE = """
-caltech101           natural     caltech101          train[2754:2954]     test          6084  102
-cifar100             natural     cifar100            train[45000:45200]   test          10000 100
-dtd                  natural     dtd                 validation[:200]     test          1880  47
-flowers102           natural     oxford_flowers102   validation[:200]     test          6149  102
-pets                 natural     oxford_iiit_pet     train[2944:3144]     test          3669  37
-sun397               natural     sun397/tfds         validation[:200]     test          21750 397
-svhn                 natural     svhn_cropped        train[65931:66131]   test          26032 10
-patch_camelyon       specialised patch_camelyon      validation[:200]     test          32768 2
-eurosat              specialised eurosat/rgb         train[16200:16400]   train[21600:] 5400  10
-resisc45             specialised resisc45            train[18900:19100]   train[25200:] 6300  45
-retinopathy          specialised RETINOPATHY         validation[:200]     test          42670 5
-clevr_count          structured  clevr               train[63000:63200]   validation    15000 8
-clevr_distance       structured  clevr               train[63000:63200]   validation    15000 6
-dmlab                structured  dmlab               validation[:200]     test          22735 6
-dsprites_location    structured  dsprites            train[589824:590024] train[663552:] 73728 16
-dsprites_orientation structured  dsprites            train[589824:590024] train[663552:] 73728 16
-kitti_distance       structured  kitti               validation[:200]     test          711   4
-smallnorb_azimuth    structured  smallnorb           test[:200]           test[50%:]    12150 18
-smallnorb_elevation  structured  smallnorb           test[:200]           test[50%:]    12150 9
-""".replace("RETINOPATHY", "diabetic_retinopathy_detection/btgraham-300")
+TABLE = pathlib.Path(__file__).with_name("vtab.txt").read_text()
 
 
 def test_table():
-    rows = [line.split() for line in TABLE.strip().splitlines()]
+    rows = [line.split() for line in TABLE.splitlines()]
     assert [row[0] for row in rows] == list(TASKS) and len(rows) == 19
     for name, *row in rows:
         t = TASKS[name]

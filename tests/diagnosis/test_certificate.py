@@ -240,12 +240,6 @@ def test_an_unknown_chip_has_steps_without_a_plan(tmp_path, monkeypatch):
     assert steps._beside_plan(context, None, mesh, {}) == {}
 
 
-def test_wrong_flags_are_named(tmp_path, capsys):
-    assert main(["certify"]) == 2
-    assert main(["certify", f"--output={tmp_path / 'c'}", "--models=ViT-X/16"]) == 2
-    assert "ViT-X/16" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_this_machine_is_certified(tmp_path):
     """With another batch of the model that it has, planned and measured: memory to 15 %."""

@@ -185,15 +185,3 @@ def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
     said = found["all images"]["found"].splitlines()
     assert said[0] == "18 images read; 2 fail:" and found["all images"]["state"] == "warning"
     assert sorted(line.partition(":")[0] for line in said[1:]) == ["cat/3.png", "dog/5.png"]
-
-
-def test_two_places_of_the_data_are_refused(capsys):
-    words = ["doctor", "--config=folder:debug", "--config.data.data_dir=one", "--data_dir=other"]
-    assert main(words) == 2
-    assert "--data_dir=other: the config has one; leave one out" in capsys.readouterr().err
-
-
-def test_a_key_without_a_config_is_refused(capsys):
-    for flag in ("--config.seed=1", "--all_images"):
-        assert main(["doctor", flag]) == 2
-        assert flag.partition("=")[0] in capsys.readouterr().err

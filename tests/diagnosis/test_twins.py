@@ -131,13 +131,6 @@ def test_command(monkeypatch, capsys, tmp_path):
 
     assert main(["check", "--list"]) == 0
     assert capsys.readouterr().out.startswith("new         supervised ViT (quickstart)\n")
-    for words, said in (
-        (["check"], "--list"),
-        (["check", "quickstrt"], "quickstart"),
-        (["check", "quickstart", "--first_steps", "--config.seed=x"], "seed"),
-    ):
-        assert main(words) == 2
-        assert said in capsys.readouterr().err
 
 
 def without_scale(q_BNHK, *others, **fields):

@@ -1,5 +1,6 @@
 """Probes of patch features, from the public function to the metrics, against scikit-learn."""
 
+import pathlib
 import re
 import types
 
@@ -140,36 +141,22 @@ def test_probes_are_those_of_scikit_learn(form, root):
     assert found["depth/delta1"] == pytest.approx(((ratio < 1.25) & (ratio > 0.8)).mean(), abs=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("folder", "names", "masks", "found"),
-    [
-        ("val", ["1.jpg"], ["train/1.png", "val/1.png"], ["val/1.png"]),
-        ("val", ["1.jpg"], ["train/1.png"], None),  # of other images
-        ("val", ["1.jpg"], ["training/1.png", "validation/1.npy"], ["validation/1.npy"]),
-        ("", ["train/1.jpg", "val/1.jpg"], ["train2017/1.png", "val2017/1.png"],
-         ["train2017/1.png", "val2017/1.png"]),
-        ("", ["train2017/1.jpg"], ["a/train/1.png", "a/val/1.png"], ["a/train/1.png"]),
-        ("", ["1.jpg"], ["1.png"], ["1.png"]),  # the folder of one split, or of all
-        ("train", ["1.jpg"], ["1.png"], ["1.png"]),
-        ("train", ["1.jpg"], ["train/1.png"], ["train/1.png"]),  # also what val takes from train/
-        ("val", ["a/1.jpg", "b/1.jpg"], ["val/a/1.png", "val/b/1.png"],
-         ["val/a/1.png", "val/b/1.png"]),
-        ("val", ["a/1.jpg"], ["val/a/1.png", "val/b/1.png", "train/a/1.png"], ["val/a/1.png"]),
-        ("", ["a/1.jpg", "b/1.jpg"], ["a/1.png"], None),
-        ("val", ["[1].jpg"], ["val/a/[1].png"], ["val/a/[1].png"]),
-        ("val", ["1.jpg"], ["val/a/1.png", "val/b/1.png"], None),
-    ],
-)  # fmt: skip
-def test_targets_are_found_by_the_path_below_the_split(folder, names, masks, found, tmp_path):
+TARGETS = pathlib.Path(__file__).with_name("targets.txt").read_text().splitlines()[1:]
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_targets_are_found_by_the_path_below_the_split(case, tmp_path):
+    folder, *others = re.fullmatch("(.*): (.*); (.*) -> (.*)", case).groups()
+    names, masks, found = map(str.split, others)
     for mask in masks:
         (tmp_path / mask).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mask).touch()
     source = types.SimpleNamespace(
         name="unlabelled", split="val", num_examples=len(names),
         file_names=lambda start, stop: names[start:stop],
-        record_name=lambda record: f"{folder}/{names[record]}",
+        record_name=lambda record: str(pathlib.PurePath(folder, names[record])),
     )  # fmt: skip
-    if found is None:
+    if found == ["none"]:
         with pytest.raises(InputError, match="targets="):
             find_targets(str(tmp_path), source)
     else:

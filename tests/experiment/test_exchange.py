@@ -152,30 +152,32 @@ def test_chips_do_not_share_the_gradients_of_a_tiny_model(monkeypatch):
     assert choose_exchange(vit, SUPERVISED, processes("tpu")) == Exchange()
 
 
-@pytest.mark.parametrize(("accum_steps", "splits"), [(1, True), (2, True), (2, False)])
-def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(accum_steps, splits, monkeypatch):
-    """Split parameters and moments are so by rows, those that its head uses in float32 too."""
+def small_config():
     config = base_config()
     config.global_batch_size, config.duration = 16, "2 steps"
-    config.model.name, config.model.pool, config.model.dtype = "ViT-mu/4", "gap", "bfloat16"
-    config.model.width, config.model.depth, config.model.mlp_dim, config.model.num_heads = (
-        32,
-        1,
-        64,
-        2,
-    )
+    config.model.update(SMALL | {"name": "ViT-mu/4", "pool": "gap", "dtype": "bfloat16"})
     config.data.name, config.data.image_size, config.data.ops = "synthetic", 8, "flip"
     config.data.num_classes, config.data.num_examples = 8, 64
     config.optimizer.peak_lr, config.optimizer.grad_clip_norm = 1e-3, 1.0
+    return config
+
+
+@functools.cache
+def step_of_a_vit(splits, accum_steps):
+    """The state after a step in bfloat16, and the norm of its gradient.
+
+    `splits`: whether parameters are split, too; None: gradients are not shared.
+    """
+    share = functools.partial(
+        share_gradients, model=create_model("ViT-mu/4", 8, 8, dtype="bfloat16")
+    )
+    exchange = Exchange() if splits is None else Exchange(share, splits_params=splits)
+    config, rng = small_config(), np.random.default_rng(0)
+    config.optimizer.accum_steps = accum_steps
     mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
-    vit = create_model("ViT-mu/4", 8, 8, dtype="bfloat16")
-    exchange = Exchange(functools.partial(share_gradients, model=vit), splits_params=splits)
-    norms, states = [], []
-    for chosen, parts in ((Exchange(), 1), (exchange, accum_steps)):
-        config.optimizer.accum_steps = parts
-        monkeypatch.setattr(experiment, "choose_exchange", lambda *args, to=chosen: to)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "choose_exchange", lambda *args: exchange)
         made = experiment.make_experiment(settings_of(config), mesh)
-        rng = np.random.default_rng(0)
         with jax.set_mesh(mesh):
             state = made.init()
             batch = {
@@ -186,10 +188,15 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(accum_steps, sp
             }
             batch = jax.device_put(batch, batch_sharding(mesh))
             state, metrics = made.train_step(state, batch)
-        norms.append(float(metrics["grad_norm"]))
-        states.append(state)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
-    plain, shared = (tree.flatten_names(state) for state in states)
+    return tree.flatten_names(state), float(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize(("accum_steps", "splits"), [(1, True), (2, True), (2, False)])
+def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(accum_steps, splits):
+    """Split parameters and moments are so by rows, those that its head uses in float32 too."""
+    plain, norm = step_of_a_vit(None, 1)
+    shared, norm_of_shared = step_of_a_vit(splits, accum_steps)
+    assert norm_of_shared == pytest.approx(norm, rel=1e-2)
     for name, value in plain.items():
         error = np.linalg.norm(np.subtract(shared[name], value).ravel())
         assert error <= 2e-2 * np.linalg.norm(np.ravel(value)), name

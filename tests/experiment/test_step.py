@@ -327,18 +327,3 @@ def test_gradients_of_what_is_frozen_whole_are_not_computed():
     head_kernel = 2 * B * 32 * 3
     assert flops("(embedding|encoder)/.*|class_token|pos_embedding") == forward + head_kernel
     assert flops(None) > 2.5 * forward
-
-
-def test_the_state_at_the_start():
-    model = create_model("ViT-mu/4", 3, (8, 12))
-    tx = optax.adam(0.1)
-    init = jax.jit(lambda seed: init_state(model, tx, (8, 12), seed), static_argnums=0)
-    state, again, other = init(0), init(0), init(1)
-    assert state.step == 0
-    assert state.step.dtype == jnp.int32
-    assert state.model_state == {}
-    assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(state.params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    jax.tree.map(np.testing.assert_array_equal, state, again)
-    kernels = [s.params["embedding"]["kernel"] for s in (state, other)]
-    assert (kernels[0] != kernels[1]).mean() > 0.99

@@ -95,36 +95,6 @@ def test_the_command(sources, picture, tmp_path, capsys):
     assert row["classes"] == expected[0]["classes"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--labels=a cat"], "needs two or more, to choose among; add another, such as"),
-        (["--labels=a cat,,a dog"], "--labels: one is empty; leave it out"),
-        (["--labels="], "--labels: needs two or more"),
-        (["--labels=a cat,a dog,a cat"], "--labels: 'a cat': is there twice"),
-        (["--labels=a cat,A Cat!"], "'a cat' and 'A Cat!' are one text to the model's tokenizer"),
-        (["--labels=a cat,..."], "nothing is left of it for the model's tokenizer"),
-        (["--labels=a cat,a dog " + "very " * 40], "and the model takes 39; shorten it"),
-        (["--labels=a,b", "--features=f.npz"], "--labels: goes with classes, not with features"),
-        (["--prompts=p.txt"], "--prompts: needs --labels=WORDS"),
-        (["--labels=a,b", "--prompts=no.txt"], "--prompts='no.txt': cannot be read"),
-    ],
-)
-def test_faults(sources, picture, capsys, words, says):
-    assert says in run(capsys, f"--init_from={sources['siglip']}", *words, picture, code=2).err
-
-
-def test_a_pair_without_labels_names_them(sources, picture, capsys):
-    err = run(capsys, f"--init_from={sources['clip']}", picture, code=2).err
-    assert "the model has no classes; --labels='a cat,a dog' names some in words" in err
-
-
-def test_other_models_have_no_text_tower(golden, picture, capsys):
-    words = [f"--init_from={golden / 'hf_vit'}", "--labels=a cat,a dog", picture]
-    err = run(capsys, *words, code=2).err
-    assert "hf_vit: the model has no text tower; needs one with both towers" in err
-
-
 def test_a_model_needs_its_own_tokenizer(golden, sources, tmp_path):
     pretrained = read_pretrained(golden / "hf_clip_pair")
     with pytest.raises(

@@ -4,7 +4,6 @@ import csv
 import functools
 import io
 import json
-import os
 
 import jax
 import numpy as np
@@ -238,49 +237,6 @@ def test_features_of_a_list_with_several_labels(golden, images, tmp_path, capsys
     predict(capsys, *words, f"--features={tmp_path / 'f.npz'}")
     with np.load(tmp_path / "f.npz") as file:
         np.testing.assert_array_equal(file["label"], [[1, 1], [0, 0]])
-
-
-REFUSED = {
-    "no images": ([], "give either images"),
-    "a pipe": (["pipe.jpg"], "pipe.jpg: no file, but a pipe or a device"),
-    "no such image": (["nowhere.png"], "nowhere.png: no such file or folder"),
-    "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
-    "two faults": (["x.png", "--data=digits:test"], "give either images", "--data: needs"),
-    "nothing to read or write": (["no.png", "--features=f.npy"], "no.png: no such", "in .npz"),
-    "data without features": (["--data=digits:test"], "--data: needs --output=DIR or"),
-    "features of another kind": (["x.png", "--features=f.npy"], "end in .npz"),
-    "features in a folder's place": (["x.png", "--features=d.npz"], "d.npz: is a folder"),
-    "features nowhere, of no model": (
-        ["x.png", "--features=no/f.npz", "--init_from=none"], "/no does not exist",
-    ),
-    "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
-    "no classes": (["x.png"], "has no classes"),
-    "a sheet of nothing": (["x.png", "--sheet=s.png"], "--sheet: goes with neighbours"),
-    "neighbours nowhere": (["x.png", "--neighbours=no"], "no: no such file or folder"),
-    "no number": (["x.png", "--thresholds=many"], "--thresholds=many: No such file"),
-    "other classes": (["x.png", "--thresholds=t.csv"], "t.csv: has no threshold of 'class 0'"),
-    "a size too large": (["x.png", "--image_size=" + "9" * 20], "--image_size=9", "up to 65535"),
-    "a batch too small": (["x.png", "--batch_size=3"], "batch_size=3"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(golden, one_device, tmp_path, capsys, monkeypatch, case):
-    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight
-    words, *says = REFUSED[case]
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (8, 8)).save("x.png")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "t.csv").write_text("class,threshold\ncat,0.5\n")
-    (tmp_path / "d.npz").mkdir()
-    if case == "a pipe":
-        os.mkfifo("pipe.jpg")  # to open it would wait for a writer
-    source = "hf_vit_backbone" if case == "no classes" else "hf_vit"
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["predict", f"--init_from={golden / source}", *words]) == 2
-    err = capsys.readouterr().err
-    assert all(part in err for part in says)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_image_that_cannot_be_read(tmp_path):

@@ -156,25 +156,6 @@ def test_the_command(source, tmp_path, folder, capsys):
     assert TEXTS[0] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--text=a"], "--text: goes with neighbours, not with classes"),
-        (["--neighbours=FOLDER"], "--neighbours: needs images (files, folders), or --text=WORDS"),
-        (["--neighbours=FOLDER", "--text="], "text: '': nothing is left of it"),
-        (["--neighbours=FOLDER", "--text=a", "--data=digits:test"], "give either images"),
-        (["--captions", "--neighbours=FOLDER"], "--neighbours --captions: give one of them"),
-        (["--beams=2", "a.png"], "--beams: goes with captions, not with classes"),
-        (["--captions", "FOLDER/a.png"], "captions: SOURCE: the model writes none; needs a run"),
-    ],
-)
-def test_faults(source, folder, capsys, words, says):
-    words = [word.replace("FOLDER", str(folder)) for word in words]
-    assert main(["predict", f"--init_from={source}", "--batch_size=8", *words]) == 2
-    assert says.replace("SOURCE", str(source)) in capsys.readouterr().err
-    assert not [*folder.parent.glob("*.npz")]
-
-
 def test_a_model_without_text_tower(golden, folder):
     with pytest.raises(InputError, match=r"text: .*hf_vit: the model has no text tower"):
         vit_jax.search(folder, golden / "hf_vit", texts="a dog")

@@ -249,28 +249,3 @@ def test_parameters_need_no_image(golden, tmp_path, capsys):
     assert all(np.array_equal(new[key], again[key]) for key in new)
     with at_fault("names"):
         vit_jax.figures(golden / "hybrid_root.npz", tmp_path / "python", names=["norm"])
-
-
-REFUSED = {
-    "output": (["--init_from=x"], "--output: missing"),
-    "figure": (["--output=new", "--figures=rolout"], "did you mean rollout"),
-    "images": (["--output=new", "a.png", "--data=digits:test"], "not both"),
-    "of one": (
-        ["--output=new", "--compare_to=b", "a.png", "--figures=norms"],
-        "is for `similarity`",
-    ),
-    "of no name": (
-        ["--output=new", "--compare_to=b", "a.png", "--figures=dissimilarity"],
-        "is for `similarity`",
-    ),
-    "model": (["--output=new"], "give either --workdir=DIR or --init_from=SOURCE"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_words(case, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    words, said = REFUSED[case]
-    code, _, err = run(capsys, *words)
-    assert code == 2 and said in err
-    assert not (tmp_path / "new").exists()

@@ -1,10 +1,10 @@
 """Pictures in their own shape are measured, in a padded batch, as each by a model of its size."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from numpy_vit import random_params
 from PIL import Image
 
 from vit_jax import create_model, figures, predict
@@ -40,10 +40,7 @@ def paths(tmp_path_factory):
 def make(**fields):
     fields = {"width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 2, "max_tokens": 14} | fields
     model = create_model("ViT-Ti/8", 3, (24, 24), **fields)
-    leaves, tree = jax.tree.flatten(model.init(jax.random.key(0), jnp.zeros((1, 24, 24, 3))))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [x + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-    params = flatten_names(jax.tree.unflatten(tree, drawn)["params"])
+    params = flatten_names(random_params(model, jnp.zeros((1, 24, 24, 3))))
     spec = Spec((24, 24), "antialiased", ops="decode", rule=PatchRule((8, 8), 14))
     return Pretrained("mine", model, params, spec)
 

@@ -18,7 +18,6 @@ from vit_jax.evaluators.classification import Classification, Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots, results
 from vit_jax.insight.tables import add_row, as_csv, read_rows
-from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -205,12 +204,6 @@ def test_examples_are_those_of_the_metrics_without_padding():
     np.testing.assert_allclose(found.right_N[1], 1 / (e + 2), rtol=1e-6)
 
 
-def test_a_file_in_the_place_of_the_output_is_refused_first(tmp_path, capsys):
-    (tmp_path / "out").write_text("")
-    assert main(["evaluate", "--workdir=no", f"--output={tmp_path / 'out'}"]) == 2
-    assert "--output=" in capsys.readouterr().err
-
-
 def test_one_row_for_each_model(tmp_path):
     path = epath.Path(tmp_path / "t.csv")
     add_row(path, "runs/a", {"v2/top1": 0.123456789, "a/top1": None})
@@ -230,10 +223,3 @@ def test_no_cell_is_a_formula_and_numbers_are_none(tmp_path):
     for loss in (-0.5, -0.25):
         add_row(epath.Path(tmp_path / "t.csv"), "=a", {"val/loss": loss})
     assert (tmp_path / "t.csv").read_text() == "model,val/loss\n'=a,-0.25\n"
-
-
-def test_a_wrong_table_is_refused_before_the_model_is_read(tmp_path, capsys):
-    (tmp_path / "other.csv").write_text("x,y\n1,2\n")
-    words = ["evaluate", "--config=evaluate:knn,debug", "--init_from=absent.npz"]
-    assert main([*words, f"--table={tmp_path / 'other.csv'}"]) == 2
-    assert "--table=" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 import vit_jax
 from vit_jax.base import tree
-from vit_jax.config import base_config
 from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.models import create_model
@@ -24,7 +23,6 @@ from vit_jax.models.efficientnet import (
     find_variant,
 )
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.pretrained import Cut
 
 RNG = np.random.default_rng(0)
@@ -124,18 +122,6 @@ def test_masked_rows_change_neither_the_others_nor_the_statistics():
 # The step
 
 
-def make_config(**optimizer):
-    c = base_config()
-    c.model.name, c.global_batch_size, c.duration = "EfficientNet-B0", 16, "3 steps"
-    c.model.update(TINY | {"stochastic_depth": 0.2, "dropout": 0.2})
-    c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 8, 64
-    c.data.image_size = 32
-    c.optimizer.name, c.optimizer.peak_lr, c.optimizer.ema_decay = "rmsprop", 0.01, 0.99
-    c.optimizer.l2, c.optimizer.weight_decay_on = 1e-5, "(?!.*/norm_).*"
-    c.optimizer.update(optimizer)
-    return c
-
-
 def mesh_of(devices):
     split = 2 if devices == 8 else 1
     axes = {"replica": 1, "data": split, "fsdp": split, "tensor": split}
@@ -174,11 +160,6 @@ def test_eight_devices_have_the_statistics_and_gradients_of_one():
     for name, leaf in expected.items():
         tolerance = 2e-5 * np.abs(leaf).max()
         np.testing.assert_allclose(found[name], leaf, rtol=0, atol=tolerance, err_msg=name)
-
-
-def test_microbatches_are_refused():
-    (fault,) = find_faults(make_config(accum_steps=2))
-    assert fault.startswith("optimizer.accum_steps=2: model.name='EfficientNet-B0'")
 
 
 # Files of timm

@@ -172,15 +172,6 @@ def test_attention_gradients_in_bfloat16_are_near_and_of_its_dtype():
         assert_same(found.astype(jnp.float32), grad, tolerance=0.02)
 
 
-def test_attention_dropout_is_off_in_evaluation_only():
-    attention = Attention(num_heads=H, dropout=0.5)
-    params = random_params(attention, X_BND, X_BND)
-    plain = Attention(num_heads=H).apply({"params": params}, X_BND, X_BND)
-    assert_same(attention.apply({"params": params}, X_BND, X_BND), plain)
-    trained = train(attention, params, X_BND, X_BND, train=True)
-    assert np.abs(trained - plain).max() > 0.01
-
-
 def test_switches_of_a_block():
     """LayerNorm of queries and keys, factors of the branches; neither has parameters when off."""
     block = EncoderBlock(num_heads=H, mlp_dim=F, qk_norm=True, layer_scale=1e-4)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy_vit import random_params
 from padded import MOST, PATCH, as_pictures
 
 from vit_jax import create_model
@@ -26,11 +27,7 @@ def make_images():
 
 def make(image_size=(12, 12), **fields):
     model = create_model("ViT-Ti/4", 5, image_size, **SIZES | fields)
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 12, 12, 3)))
-    leaves, tree = jax.tree.flatten(variables)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [x + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-    return model, jax.tree.unflatten(tree, drawn)
+    return model, {"params": random_params(model, jnp.zeros((1, 12, 12, 3)))}
 
 
 def alone(model, variables, image):
@@ -115,7 +112,8 @@ def test_training_that_keeps_some_tokens_ignores_padding():
     apply = jax.jit(lambda pictures: model.apply(variables, pictures, **options))
     found, other = (apply(as_pictures(make_images(), padding)) for padding in (0.0, 9.0))
     np.testing.assert_allclose(found, other, atol=2e-5)
-    assert not np.allclose(found, model.apply(variables, as_pictures(make_images())), atol=1e-3)
+    whole = jax.jit(model.apply)(variables, as_pictures(make_images()))
+    assert not np.allclose(found, whole, atol=1e-3)
 
 
 def test_what_needs_one_size_says_so():
@@ -137,5 +135,5 @@ def test_forms_with_kernels_count_the_same_keys(form, interpreted_kernels):
         program = jax.jit(model.clone(ops=ops).apply).trace(variables, as_pictures(make_images()))
         assert has_kernel(program.jaxpr.jaxpr, "short_attention_forward")
         found = program.lower().compile()(variables, as_pictures(make_images()))
-    expected = model.apply(variables, as_pictures(make_images()))
+    expected = jax.jit(model.apply)(variables, as_pictures(make_images()))
     np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -47,12 +47,6 @@ def test_sincos_is_sin_x_cos_x_sin_y_cos_y(grid, width):
     np.testing.assert_allclose(ours, numpy_vit.sincos(grid, width), atol=1e-6)
 
 
-def test_sincos_by_hand():
-    # Grid 2 x 2, frequencies 1 and 1/10000; the second patch is at x = 1, y = 0.
-    expected = [np.sin(1), np.sin(1e-4), np.cos(1), np.cos(1e-4), 0, 0, 1, 1]
-    np.testing.assert_allclose(sincos_2d((2, 2), 8)[1], expected, atol=1e-7)
-
-
 MORE = [
     ("learned_1d", "layers", {"pos_embed_class_token": False}),
     ("relative", "layers", {"pos_embed_class_token": False, "qk_norm": True, "qkv_bias": False}),
@@ -305,13 +299,10 @@ def more_positions(monkeypatch):
 def test_own_positions_turn_or_add_to_logits():
     def tokens(**fields):
         model = make(**fields)
-        variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
-        variables["params"].pop("pos_embedding", None)
         apply = jax.jit(functools.partial(model.apply, method="tokens"))
-        return model, np.asarray(apply(variables, IMAGES))
+        return np.asarray(apply({"params": random_params(model, IMAGES)}, IMAGES))
 
-    _, turned = tokens(pos_embed="my_turned")
-    _, rotary = tokens(pos_embed="none", rotary="indices")
+    turned, rotary = tokens(pos_embed="my_turned"), tokens(pos_embed="none", rotary="indices")
     np.testing.assert_array_equal(turned, rotary)
     for kind, place in (("my_shut", "layers"), ("my_shut", "layers_shared"), ("my_fixed", None)):
         model = make(pos_embed=kind, pos_embed_at=place)

@@ -55,6 +55,7 @@ def assert_tokens(model, num_tokens, image_size, expected):
 
 def test_a_bit():
     model = create_model("BiT-R50x1", 3, (33, 50), **TINY)
+    assert model.grid == (5, 7)
     assert_tokens(model, 5 * 7, (33, 50), numpy_resnet.bit_tokens)
 
 

@@ -162,24 +162,6 @@ def test_flops_by_sizes_are_those_of_the_program(fields):
     assert count_flops(jax.grad(loss), params, IMAGES[:1]) == model.flops_by_sizes
 
 
-@pytest.mark.parametrize(
-    ("fields", "fault"),
-    [
-        ({"rotary_base": 50.0}, "rotary_base=50.0: without rotary positions it does nothing"),
-        ({"rotary": "indices", "num_heads": 8}, "heads are 2 wide, which 4 does not divide"),
-        ({"rotary": "normalised", "rotary_side": 16}, "rotary_side=16: .* counts no indices"),
-        ({"rotary": "indices", "rotary_registers": 9.0, "registers": 3}, "form no square grid"),
-        ({"rotary": "indices", "rotary_jitter": 0.5}, "rotary_jitter=0.5"),
-        ({"registers": 2, "pos_embed": "relative"}, "they have no relative positions"),
-        ({"pool": "token_gap", "norm_pooled": True}, "pool='token_gap': it gives 2 D values"),
-        ({"pool": "token_gap", "class_token": False}, "class_token=False: pool='token_gap' needs"),
-    ],
-)
-def test_fields_that_contradict_each_other(fields, fault):
-    with pytest.raises(InputError, match=fault):
-        make(**fields)
-
-
 def test_an_axial_vit_has_no_registers_and_no_turns():
     with pytest.raises(InputError, match="an Axial-ViT has only the tokens of its grid"):
         create_model("Axial-ViT-B/16", registers=4)

@@ -5,29 +5,9 @@ from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS, parse_vit_name
 from vit_jax.transfer.shapes import abstract_params
 
-# At 224 px, 1000 classes, class token, no hidden layer in the head: as published.
-PUBLISHED = {
-    "ViT-Ti/16": 5_717_416,
-    "ViT-S/16": 22_050_664,
-    "ViT-B/16": 86_567_656,
-    "ViT-B/32": 88_224_232,
-    "ViT-L/16": 304_326_632,
-    "ViT-L/32": 306_535_400,
-    "ViT-H/14": 632_045_800,
-    "ViT-g/14": 1_012_611_432,
-    "ViT-G/14": 1_844_440_680,
-    "ViT-e/14": 3_807_214_312,
-}
-
 
 def count_params(model):
     return sum(leaf.size for leaf in abstract_params(model).values())
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_parameter_counts(name):
-    # Scanned: traced in no time; test_scan.py shows that the parameters are the same.
-    assert count_params(create_model(name, scan=True)) == PUBLISHED[name]
 
 
 def test_no_variant_is_missing():

@@ -154,7 +154,7 @@ DECAYING = {"optimizer.weight_decay": 0.5, "optimizer.ema_decay": 0.9}
 def run(tmp_path_factory):
     """The workdir of a run whose towers are scanned, on one device."""
     workdir = tmp_path_factory.mktemp("runs") / "siglip"
-    overrides = {"model.scan": True, "model.remat": "full", **DECAYING}
+    overrides = {"model.scan": True, "model.remat": "full", "duration": "8 steps", **DECAYING}
     vit_jax.train("siglip:debug", workdir, overrides)
     return workdir
 
@@ -172,8 +172,8 @@ def test_a_run_can_be_evaluated_exported_and_asked_in_words(run, tmp_path):
             assert one["probability"] == pytest.approx(same["probability"], rel=1e-4)
     _, state = final_state(run)
     for name, value in {"logit_scale": np.log(10), "logit_bias": -10}.items():
-        found = state[f"params/objective/{name}"]  # 20 steps of at most 1e-3, and no decay
-        assert found == pytest.approx(value, abs=0.021) and found != np.float32(value)
+        found = state[f"params/objective/{name}"]  # 8 steps of at most 1e-3, and no decay
+        assert found == pytest.approx(value, abs=0.009) and found != np.float32(value)
 
 
 def test_words_need_the_run_s_own_tokenizer(run, tmp_path):

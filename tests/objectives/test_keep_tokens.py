@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy_vit import random_params
 
 from vit_jax.config import OBJECTIVES
 from vit_jax.devices.mesh import make_mesh
@@ -31,9 +32,7 @@ def network(keep_tokens=1.0, num_classes=5, **fields):
 
 def with_head(model):
     """Parameters whose head is not zero."""
-    params = model.init(jax.random.key(0), jnp.zeros((1, *SIZE, 3)))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
+    return random_params(model, IMAGES[:1])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def loss_of(name, keep_tokens, batch=BATCH, num_classes=5):
     )  # fmt: skip
     objective = OBJECTIVES.make({"name": name, **TASKS[name]}).bind(model, cross_entropy, facts)
     params = dict(with_head(model))
-    own, state = objective.init(jax.random.key(2)) if objective.init else ({}, {})
+    own, state = jax.jit(objective.init)(jax.random.key(2)) if objective.init else ({}, {})
     params["objective"] = own
     ema = jax.tree.map(lambda x: 1.1 * x, params)
     state = TrainState(jnp.int32(0), params, {}, (), ema, {}, state)

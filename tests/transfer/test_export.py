@@ -73,6 +73,17 @@ def export(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+def changed(run, tmp_path, ops, loss="softmax", data="digits"):
+    """A copy of `run`, as if it had been evaluated by these ops, and so on."""
+    config = json.loads((run / "config.json").read_text())
+    resolved = config["resolved"]
+    resolved["evals"]["test"]["ops"], resolved["loss"]["name"] = ops, loss
+    resolved["data"]["name"] = data
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
 def named(variables):
     return tree.flatten_names(variables["params"])
 
@@ -287,11 +298,7 @@ def test_a_run_its_exports_and_their_reload_give_the_same_probabilities(
     run, tmp_path, loss, formats
 ):
     """For a file of another size, by the ops of the run's evaluator, which no other library has."""
-    shutil.copytree(run, tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    config["resolved"]["loss"]["name"] = loss
-    config["resolved"]["evals"]["test"]["ops"] = "decode|resize_small(9)|central_crop"
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    run = changed(run, tmp_path, "decode|resize_small(9)|central_crop", loss)
     noise = np.random.default_rng(0).integers(0, 256, (17, 23, 3)).astype(np.uint8)
     PIL.Image.fromarray(noise).save(tmp_path / "noise.png")
     images = image_files([str(tmp_path / "noise.png")])
@@ -303,7 +310,7 @@ def test_a_run_its_exports_and_their_reload_give_the_same_probabilities(
     # One small model in place of the run's, as there is none that all formats hold.
     model = create_model("ViT-mu/4", 3, 8, depth=1, width=8, mlp_dim=8, num_heads=2)
     params = random_params(model, np.zeros((1, 8, 8, 3), np.float32))
-    source = read_pretrained(tmp_path / "run")
+    source = read_pretrained(run)
     spec = source.spec._replace(class_names=None)
     source = source._replace(model=model, params=tree.flatten_names(params), spec=spec)
     expected = probabilities(source)
@@ -321,49 +328,25 @@ def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
         read_pretrained(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("ops", "at_its_size", "cut"),
-    [
-        ("decode|resize_small(6)|central_crop", None, Cut(2 / 3, "center")),
-        ("decode|resize_small(crop=.8)|central_crop(pad=True)", None, Cut(0.8, "center")),
-        ("decode|resize_small|central_crop", None, Cut(1.0, "center")),
-        (
-            "decode|resize_small((5, 8), antialias=True)|central_crop", None, Cut(0.8, "center"),
-        ),
-        ("decode|resize(5)|central_crop", None, Cut(0.8)),
-        (
-            "decode|torchvision_resize(5, 'bicubic')|torchvision_crop",
-            None,
-            Cut(0.8, "center", "bicubic"),
-        ),
-        ("decode|torchvision_resize(filter='bicubic')", None, Cut(interpolation="bicubic")),
-        (
-            "resize_small(antialias=True, size = 5)|central_crop",
-            "decode|resize_small(antialias=True, size = 5)|central_crop",
-            Cut(0.8, "center"),
-        ),
-        ("decode|resize_small(8)|central_crop(6)|resize", None, None),
-        (
-            "central_crop", "decode|resize_small(antialias=True)|central_crop", Cut(mode="center"),
-        ),
-        ("resize", "decode|resize", None),
-        ("", "decode|resize(antialias=True)", None),
-        ("decode", "decode|resize(antialias=True)", None),  # of data that have the size already
-    ],
-)  # fmt: skip
-def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, cut):
+CUTS = pathlib.Path(__file__).with_name("cuts_of_runs.txt").read_text().splitlines()[1:]
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, case):
+    ops, at_its_size, cut = re.fullmatch("(.*) -> (.*); (.*)", case).groups()
+    ops, at_its_size = ops.replace("(none)", ""), at_its_size.replace("the same", "")
     size = read_pretrained(run).spec.image_size
-    scale = size[0] / 4  # the strings above are for 4 x 4
+    scale = size[0] / 4
     text = re.sub(r"(?<!\.)\d+", lambda match: str(round(int(match[0]) * scale)), ops)
-    shutil.copytree(run, tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    config["resolved"]["evals"]["test"]["ops"] = text
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
-    spec = pretrained_spec(tmp_path / "run")
-    at_its_size = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), at_its_size or "")
+    spec = pretrained_spec(changed(run, tmp_path, text))
+    at_its_size = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), at_its_size)
     assert ops_for(spec) == (at_its_size or text)
     library = "vit_jax" if "central_crop" in ops else "timm"
-    assert spec.cut == (cut and cut._replace(share=pytest.approx(cut.share), library=library))
+    if cut == "no cut":
+        assert spec.cut is None
+    else:
+        share, *how = cut.split()
+        assert spec.cut == Cut(pytest.approx(float(share)), *how, library)
     larger = spec.at((64, 64))
     names_a_size = re.search(r"(?<!\.)\d", ops_for(spec))
     assert larger.ops == (None if names_a_size else ops_for(spec))
@@ -386,12 +369,8 @@ def test_a_cut_resizes_to_the_run_s_pixel(side):
 
 @pytest.mark.parametrize("ops", ["central_crop", "decode | central_crop"])
 def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
-    shutil.copytree(run, tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
     resized = "decode|resize_small(antialias=True)|central_crop"
-    config["resolved"]["evals"]["test"]["ops"] = ops
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
-    source = read_pretrained(tmp_path / "run")
+    source = read_pretrained(changed(run, tmp_path, ops))
     export_lib.export(source, tmp_path / "export", "timm")
     for spec in (source.spec, pretrained_spec(tmp_path / "export")):
         for data_size, image_size, expected in (
@@ -404,15 +383,9 @@ def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
 
 
 def test_images_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    config["resolved"]["data"]["name"], config["resolved"]["evals"]["test"]["ops"] = (
-        "folder",
-        "decode|central_crop",
-    )
-    (tmp_path / "run/images.csv.gz").write_bytes(Division({"train/cat/0.png": "train"}).to_bytes())
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
-    assert ops_for(pretrained_spec(tmp_path / "run")) == "decode|central_crop"
+    run = changed(run, tmp_path, "decode|central_crop", data="folder")
+    (run / "images.csv.gz").write_bytes(Division({"train/cat/0.png": "train"}).to_bytes())
+    assert ops_for(pretrained_spec(run)) == "decode|central_crop"
 
 
 @pytest.mark.slow

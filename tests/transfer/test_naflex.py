@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy_vit import random_params
 from safetensors.numpy import load_file
 
 from vit_jax import create_model
@@ -113,11 +114,7 @@ def test_timm_gets_a_naflexvit(golden, tmp_path, name):
 def test_timm_gets_a_class_token_without_a_position(tmp_path):
     sizes = {"width": 32, "depth": 1, "mlp_dim": 48, "num_heads": 2, "patch_size": 4}
     model = create_model("ViT-Ti/4", 5, (12, 16), **sizes, max_tokens=9, gelu="exact", registers=2)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 12, 16, 3)))["params"]
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [x + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-    params = flatten_names(jax.tree.unflatten(tree, drawn))
+    params = flatten_names(random_params(model, jnp.zeros((1, 12, 16, 3))))
     spec = Spec((12, 16), "antialiased", ops="decode", rule=PatchRule((4, 4), 9))
     source = Pretrained("mine", model, params, spec)
     export(source, tmp_path / "out", "timm")
@@ -211,8 +208,7 @@ def test_no_other_format_of_transformers_takes_pictures_in_their_own_shape(pool)
 )
 def test_formats_of_one_size_leave_out_results_of_pictures(format, keeps, tmp_path, caplog):
     model = create_model("ViT-mu/4", 3, (16, 16), max_tokens=16)
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
-    params = flatten_names(variables["params"])
+    params = flatten_names(random_params(model, jnp.zeros((1, 16, 16, 3))))
     spec = Spec((16, 16), "antialiased", ops="decode", rule=PatchRule((4, 4), 16))
     results = {"val/top1": {"value": 0.5, "step": 3}}
     native = Pretrained("mine", model, params, spec, run={"results": results})

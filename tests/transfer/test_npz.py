@@ -235,19 +235,6 @@ def test_the_later_variant(tmp_path, fields, change):
     jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
 
 
-def test_both_places_of_the_class_token_say_the_same(tmp_path):
-    """A class token without a position is one with a position that it has taken up."""
-    path, model, params, images = later(tmp_path, pool="token", pos_embed_class_token=False)
-    _, variables = load_pretrained(path)
-    entry = np.random.default_rng(1).standard_normal((1, 1, 24)).astype(np.float32)
-    split = params | {
-        "class_token": params["class_token"] - entry,
-        "pos_embedding": np.concatenate([entry, params["pos_embedding"]], axis=1),
-    }
-    expected = apply(model.clone(pos_embed_class_token=True), split, images)
-    assert_close(logits_of(model, variables, images), expected)
-
-
 def test_the_class_token_takes_up_its_position(tmp_path, caplog):
     caplog.set_level("INFO", "vit_jax")
     _, model, params, images = make_file(tmp_path)

@@ -11,7 +11,6 @@ from numpy_vit import random_params
 from opened import config_json
 
 from vit_jax.base import tree
-from vit_jax.base.errors import InputError
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.config import base_config
 from vit_jax.models import create_model
@@ -149,21 +148,3 @@ def test_a_program_has_positions(tmp_path, kind, place):
     receipt = export(made, tmp_path / "model.stablehlo", "stablehlo")  # which compares the logits
     assert receipt["model"]["pos_embed"] == kind
     assert receipt["model"]["pos_embed_at"] == place
-
-
-@pytest.mark.parametrize("format", ["npz", "npz_v2", "hf", "timm"])
-@pytest.mark.parametrize(
-    ("kind", "place", "said"),
-    [
-        ("relative", None, "pos_embed='relative'"),
-        ("learned_1d", "layers", "pos_embed_at='layers'"),
-        ("sincos_2d", "layers_shared", "pos_embed_at='layers_shared'"),
-    ],
-)
-def test_what_no_format_of_others_holds_is_refused(tmp_path, format, kind, place, said):
-    made = make(kind, place)
-    output = tmp_path / ("model.npz" if format.startswith("npz") else "model")
-    with pytest.raises(InputError, match="export it as stablehlo: ") as error:
-        export(made, output, format)
-    assert any(fault.startswith(f"{said}, but") for fault in error.value.faults)
-    assert not list(tmp_path.iterdir())

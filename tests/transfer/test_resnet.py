@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from etils import epath
-from numpy_resnet import bit_tokens, hybrid_tokens
+from numpy_resnet import hybrid_tokens
 from numpy_vit import random_params
 
 import vit_jax
@@ -114,18 +114,6 @@ def test_another_head_and_size(golden):
     assert apply(model, variables, np.ones((1, 40, 40, 3), np.float32)).shape == (1, 3)
     with pytest.raises(InputError, match="resize them"):
         apply(model, variables, np.ones((1, 48, 48, 3), np.float32))
-
-
-def test_a_bit_takes_images_of_any_size(golden):
-    model, variables = load_pretrained(golden / "bit.npz")
-    for size, positions in (((33, 50), 5 * 7), ((9, 20), 2 * 3)):
-        images = np.random.default_rng(0).uniform(-1, 1, (1, *size, 3)).astype(np.float32)
-        tokens = apply(model, variables, images, "tokens")
-        assert tokens.shape == (1, positions, model.width)
-        assert_close(tokens[0], bit_tokens(variables["params"], images[0]), 1e-5)
-        assert (
-            model.clone(image_size=size).grid[0] * model.clone(image_size=size).grid[1] == positions
-        )
 
 
 def test_starting_from_a_file(golden):
