@@ -764,8 +764,8 @@ def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0
     *others, remedy = figures["remedies"]
-    assert [row["change"] for row in others] == [{"model.remat": "dots"}]
-    assert remedy["fits"] and remedy["change"] == {"model.remat": "full"}
+    assert [row["change"] for row in others] == [{"model.scan": True, "model.remat": "dots"}]
+    assert remedy["fits"] and remedy["change"] == {"model.scan": True, "model.remat": "full"}
     monkeypatch.setattr(
         planning, "plan", lambda *_, **__: figures
     )  # for the text, not calculated again
@@ -773,8 +773,9 @@ def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     assert main(["plan", *words]) == 3
     shown = capsys.readouterr().out
     assert re.match(
-        r"Does not fit, by calculation: needs [\d.]+ GiB of 55.88 GiB a device; would take [\d.,]+ "
-        r"ms a step, MFU \d+%; .* chip-\w+; fits with --config.model.remat=full \(.*\)\.\n",
+        r"Does not fit, by calculation: needs [\d.]+ GiB of 59.33 GiB a device; would take [\d.,]+ "
+        r"ms a step, MFU \d+%; .* chip-\w+; fits with --config.model.scan=True "
+        r"--config.model.remat=full \(.*\)\.\n",
         shown,
     )
     assert "too much" in shown and "8 on 1 host " in shown
