@@ -328,28 +328,10 @@ def test_jax_refuses_the_gradient_of_an_odd_number_of_tokens(tokens):
     x = jax.ShapeDtypeStruct((8, tokens, 12, 64), jnp.bfloat16)
     gradient = jax.jit(jax.grad(total)).trace
     if tokens % 2:
-        with pytest.raises(ValueError, match="Unsupported sequence length Q 197, KV 197"):
+        with pytest.raises(NotImplementedError, match="Unsupported sequence length Q 197"):
             gradient(x, x, x)
     else:
         gradient(x, x, x)
-
-
-@needs_cuda
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "scatters"), [("folder:BiT-R50x1", 1), ("dinov2", 1)])
-def test_deterministic_steps_have_no_scatter_that_adds(name, scatters):
-    """XLA chooses cuDNN's deterministic kernels on the device, so the text cannot show it."""
-    text = {}
-    for deterministic in (False, True):
-        config = with_known_facts(load_config(name))
-        config.update_from_flattened_dict({"mesh.deterministic": deterministic, "mesh.data": 8})
-        settings = settings_of(config)
-        mesh = plan_mesh(settings, H100._replace(may_compile=True))
-        with jax.set_mesh(mesh):
-            text[deterministic] = planned_experiment(settings, mesh).lower().compile().as_text()
-    adding = {key: len(re.findall(r"= .* scatter\((?!.*unique_indices=true)", each))
-              for key, each in text.items()}  # fmt: skip
-    assert adding == {False: scatters, True: 0}
 
 
 @needs_cuda

@@ -42,7 +42,9 @@ logger = logging.getLogger("vit_jax")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
-_EVEN = 2  # JAX 0.10.2 refuses the gradient of cuDNN's attention for an odd number of tokens
+# JAX 0.10.2 refuses the gradient of cuDNN's attention for an odd number of tokens. Padding in each
+# attention instead takes 6 to 21 % more temporaries (docs/explanation/plans.md).
+_EVEN = 2
 _BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, compute in bfloat16
 
 # VMEM of one core in MiB, by `pltpu.get_tpu_info_for_chip`, of chips with kernels of rows. v4 has
