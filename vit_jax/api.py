@@ -317,12 +317,12 @@ def figures(
     pretrained = read_pretrained(source)
     if not isinstance(images, Source | None):
         images = open_images(images, pretrained.spec.reading)
-    how = {"examples": examples, "shown": shown, "batch_size": batch_size}
     output = files.absolute(output)
     files.check_folder(output, "output")
     return draw_figures(
-        pretrained, output, images, names, compare_to=compare_to, progress=progress, **how
-    )
+        pretrained, output, images, names, compare_to=compare_to, examples=examples, shown=shown,
+        batch_size=batch_size, progress=progress,
+    )  # fmt: skip
 
 
 def _load(

@@ -377,6 +377,15 @@ def test_a_step_moves_no_image_between_devices():
         assert re.search(r"= \(?(?:f32\[\][, ]*)+\)? ", line), line
 
 
+def test_the_search_for_collectives_sees_images_that_meet_across_devices():
+    """With pairs that lie on two devices there is something to find."""
+    sharding = sharded_over({"data": 8})
+    augment = transform("mixup(0.2)", distance=8)
+    arguments = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
+    text = augment.lower(*arguments).compile().as_text()
+    assert COLLECTIVE.search(text)
+
+
 def test_hue_turns_as_in_colorsys():
     pixels = RNG.integers(0, 256, (20, 3)).astype(np.float32)
     pixels[:4] = [[7, 7, 7], [0, 0, 0], [255, 255, 0], [9, 200, 200]]

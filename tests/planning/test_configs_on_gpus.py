@@ -94,7 +94,7 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14  # the metrics
     assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
     flops, kinds = Counter(), Counter()
-    for work in Program(text).work():
+    for work in Program(text).work:
         flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
         kinds[work.kind] += work.count
     calls = kinds["__cudnn$fmhaSoftmax"], kinds["__cudnn$fmhaSoftmaxBackward"]
@@ -105,6 +105,22 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     assert mesh.size * flops.total() == pytest.approx(expected, rel=0.01)
     if settings.model.dtype == "bfloat16":
         assert flops["bf16"] > 0.9 * flops.total()  # the others: prototypes, and views of images
+
+
+@pytest.mark.parametrize(("name", "words"), [("dinov2", ""), ("folder", "BiT-R50x1")])
+def test_deterministic_steps_have_no_scatter_that_adds(name, words, shared_kernels):
+    """XLA gives the option to cuDNN on the device, so its calls look the same."""
+    adding, calls = [], []
+    for deterministic in (False, True):
+        axes = DATA | {"deterministic": deterministic}
+        experiment, _, mesh = on_gpus(name, words, axes, scan=False)
+        with jax.set_mesh(mesh):
+            text = experiment.lower().compile(compiler_options=shared_kernels).as_text()
+        lines = text.splitlines()
+        adding.append(sum(" scatter(" in x and "unique_indices=true" not in x for x in lines))
+        calls.append(len(re.findall(r'"__cudnn\$(?:conv|fmhaSoftmax)Backward', text)))
+    assert adding[0] > adding[1] == 0
+    assert calls[0] == calls[1] > 0
 
 
 @pytest.mark.parametrize(("name", "words"), FULL)

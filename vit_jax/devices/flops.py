@@ -106,8 +106,8 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
     if name == "scan":
         return params["length"] * sum(inner)
     if name == "shard_map":
-        name = "newly_manual_axes"
-        axes = params[name if name in params else "manual_axes"]  # jax 0.10.0's name
+        is_new = "newly_manual_axes" in params
+        axes = params["newly_manual_axes" if is_new else "manual_axes"]  # the second in jax 0.10.0
         return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
     return sum(inner)
 

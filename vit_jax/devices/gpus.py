@@ -62,7 +62,9 @@ GPUS: dict[str, Gpu] = {
     "RTX5090": Gpu((12, 0), 170, 128, 2.407, 32 * GB, 1792e9, 96 * MIB, 102_400, 101_376, 1536),
 }
 
-# Cards of the same architectures for PCIe, and a cloud's own.
+# Cards for PCIe, and AWS's A10G: the GPU of the same architecture, but for these figures. Those of
+# H100-PCIe, and A100-PCIe's memory, are from XLA's specs; the others are nominal, and no card has
+# been asked.
 GPUS |= {
     "A100-PCIe": GPUS["A100"]._replace(memory_bytes=79_050_250_240, memory_bytes_per_s=1935e9),
     "A100-40GB-PCIe": GPUS["A100-40GB"],
@@ -94,7 +96,7 @@ def has_cuda() -> bool:
 
 
 def describe_to_xla(gpu: Gpu, device_kind: str) -> str:
-    """The GPU as the text of XLA's message GpuTargetConfigProto, and its name there."""
+    """The GPU as the text of XLA's message GpuTargetConfigProto, with `device_kind` as its name."""
     major, minor = gpu.capability
     numbers = _COMMON | {
         "core_count": gpu.cores,

@@ -59,16 +59,16 @@ def outputs(
         check_classes(pretrained)
     spec, model = pretrained.spec, pretrained.model
     loss = loss_of(pretrained) if what == "probabilities" else None
-    own = functools.partial(
-        _compute, model=model, image_size=spec.need_size(), mean=spec.mean, std=spec.std,
-        loss=loss, what=what, layer=layer,
-    )  # fmt: skip
+    static: dict[str, Any] = {
+        "model": model, "image_size": spec.need_size(), "mean": spec.mean, "std": spec.std,
+        "loss": loss, "what": what, "layer": layer,
+    }  # fmt: skip
     compute: Callable[..., jax.Array]
     try:
         hash(model)
-        compute = functools.partial(_jitted, **own.keywords)
+        compute = functools.partial(_jitted, **static)
     except TypeError:  # a plug-in's model may have a list among its fields
-        compute = jax.jit(own)
+        compute = jax.jit(functools.partial(_compute, **static))
     keys = ("mask", "label", *["grid"] * (spec.rule is not None and what in ("dense", "attention")))
     for found, batch in computed(pretrained, source, compute, keys=keys, **how):
         kept = len(batch["mask"])

@@ -126,12 +126,12 @@ def needed_memory(message: str, state: int) -> int | None:
 
 def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[dict[str, Any]]:
     """The collectives of a step, grouped by kind, mesh axes, network and asynchrony."""
-    shape = tuple(mesh.shape.values())
+    shape, homes = tuple(mesh.shape.values()), _homes(mesh, target)
     rows: dict[tuple, dict[str, Any]] = {}
     for each in program.collectives():
         places = np.unravel_index(each.groups[0], shape)
         axes = [axis for axis, at in zip(mesh.shape, places, strict=True) if len(set(at)) > 1]
-        key = (each.kind, tuple(axes), _network(each, mesh, target), each.asynchronous)
+        key = (each.kind, tuple(axes), _network(each, homes, target), each.asynchronous)
         row = rows.setdefault(key, {"count": 0, "bytes": 0, "sent_bytes": 0.0})
         row["count"] += each.count
         row["bytes"] += each.count * each.size
@@ -143,25 +143,30 @@ def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[d
     return sorted(table, key=lambda row: -row["sent_bytes"])
 
 
-def _network(each: hlo.Collective, mesh: Mesh, target: Target) -> str:
-    """The network of a collective; the fast one ends with a slice of TPUs, or a host of GPUs."""
+def _homes(mesh: Mesh, target: Target) -> list[Any]:
+    """The slice of each TPU, or the host of each GPU: the fast network ends there."""
     is_gpu, devices = target.chip.is_gpu, mesh.devices.flat
-    homes = [host_of_gpu(d) if is_gpu else getattr(d, "slice_index", None) for d in devices]
+    return [host_of_gpu(d) if is_gpu else getattr(d, "slice_index", None) for d in devices]
+
+
+def _network(each: hlo.Collective, homes: Sequence[Any], target: Target) -> str:
+    """The network of a collective; see `_homes`."""
     if any(len({homes[i] for i in group}) > 1 for group in each.groups):
-        return "network" if is_gpu else "DCN"
+        return "network" if target.chip.is_gpu else "DCN"
     return target.chip.fast_network
 
 
 def scheduled_s(program: hlo.Program, mesh: Mesh, target: Target) -> dict[str, float]:
-    """Seconds of a GPU's kernels, of its exchanges, and of the step, in which some wait.
+    """Seconds that a GPU computes, that it exchanges, and that the step takes.
 
-    They start in the order of XLA's schedule. A kernel takes its roofline time. One exchange runs
+    Kernels and exchanges start in XLA's order. A kernel takes its roofline time. One exchange runs
     at a time, beside the kernels, and takes 10 us to start, and then the time to send a device's
     bytes by the ring algorithm.
     """
-    works = {work.name: max(bounds_of(work, target).values()) for work in program.work()}
+    works = {work.name: max(bounds_of(work, target).values()) for work in program.work}
+    homes = _homes(mesh, target)
     exchanges = {
-        name: _START_S + each.sent / speed_of(target.chip, _network(each, mesh, target))
+        name: _START_S + each.sent / speed_of(target.chip, _network(each, homes, target))
         for name, each in program.started().items()
     }
     kernels_s = exchanges_s = now = free = 0.0
@@ -193,7 +198,7 @@ def kernel_table(program: hlo.Program, target: Target) -> list[dict[str, Any]]:
     bandwidth, whichever is longer.
     """
     rows: dict[tuple, dict[str, Any]] = {}
-    for work in program.work():
+    for work in program.work:
         if work.kind in hlo.COLLECTIVES:
             continue
         bounds = bounds_of(work, target)

@@ -19,9 +19,9 @@ def estimate(
 
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
     time for the computation, with asynchronous collectives hidden behind it and the others added.
-    Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
-    Beside it, `by_kernel` is the time of a program that is compiled for GPUs: each kernel by the
-    roofline, one after the other; if that is longer, it decides.
+    `by_kernel` is for programs compiled for GPUs: each kernel by its roofline, in XLA's schedule.
+    Without cycles, `at_utilisation` is the time at 40 % of the peak, or, where it is longer,
+    `roofline` or `by_kernel`.
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
     are the steps' hours, divided by `goodput`, the share of steps in the time of a run like it;
     None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,

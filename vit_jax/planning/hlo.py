@@ -96,7 +96,8 @@ class Program:
 
     def executed(self, computation: str | None = None) -> Iterator[Instruction]:
         """The instructions outside of fusions, in the order in which they start, loops repeated."""
-        for each in self._computations.get(computation or str(self._entry), {}).values():
+        assert self._entry is not None
+        for each in self._computations[computation or self._entry].values():
             yield each
             bodies = called_by(each, "branch_computations") if each.opcode == "conditional" else []
             if each.opcode == "while":
@@ -112,11 +113,15 @@ class Program:
         return [each for each in self._collectives().values() if len(each.groups[0]) > 1]
 
     def started(self) -> dict[str, Collective]:
-        """{name: collective} of instructions that each start one, as on GPUs all do."""
-        return {name: each for (*_, name), each in self._collectives().items()}
+        """{name of the instruction that starts it: collective}, for programs of GPUs.
+
+        There one instruction starts each collective.
+        """
+        found = self._collectives().items()
+        return {name: each for (*_, name), each in found if len(each.groups[0]) > 1}
 
     def _collectives(self) -> dict[tuple, Collective]:
-        """{(computation, ..., name, or number of several instructions that are one): collective}.
+        """{key: collective}; a key ends with the instruction's name, or with what several share.
 
         An asynchronous collective appears in several fusions (start, steps, end) with one chain,
         or else one channel, and is counted once, also if a loop runs between its start and its end
@@ -187,14 +192,11 @@ class Program:
 
         If a fusion reads or writes only a slice of an array, only that slice counts.
         """
-        return sum(work.count * work.bytes for work in self.work())
-
-    def work(self) -> list[Work]:
-        """The instructions that run one after the other, without those inside of fusions."""
-        return self._work
+        return sum(work.count * work.bytes for work in self.work)
 
     @functools.cached_property
-    def _work(self) -> list[Work]:
+    def work(self) -> list[Work]:
+        """The instructions that run one after the other, without those inside of fusions."""
         found: list[Work] = []
         for place in self._places():
             each, siblings = place.instruction, place.siblings

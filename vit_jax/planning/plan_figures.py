@@ -78,17 +78,17 @@ def judge(
 ) -> dict[str, Any]:  # fmt: skip
     """Compare `peak` bytes with a device's capacity; `fits` False records that it does not fit.
 
-    With an `uncertainty`, the true peak may be (1 + uncertainty) times smaller or (1 + above) times
-    larger; None: as much. "fits" is whether it can fit, "may_not_fit" whether it may be too large
-    all the same.
+    The true peak may be (1 + uncertainty) times smaller, and (1 + above) times larger; `above` is
+    `uncertainty` by default. "fits": it may fit. "may_not_fit": it may be too large all the same.
     """
+    above = uncertainty if above is None else above
     capacity = target.chip.usable_bytes // target.chip.devices
     fits = fits and peak <= capacity * (1 + uncertainty)
     return {
         "capacity": capacity,
         "margin": capacity - peak,
         "fits": fits,
-        "may_not_fit": fits and peak * (1 + (above or uncertainty)) > capacity,
+        "may_not_fit": fits and peak * (1 + above) > capacity,
     }
 
 

@@ -30,7 +30,7 @@ from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import Model, about, with_known
 from vit_jax.models.fields import REMAT
 from vit_jax.planning import plan
-from vit_jax.planning.calculated import calculate_layout, uncertainty_of
+from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, uncertainty_of
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.stages import plan_each
 from vit_jax.planning.targets import Target, batch_ways, described_mesh, target_mesh, target_of
@@ -391,11 +391,11 @@ def _layouts_on(
         dots = least | {"model.remat": "dots"}
         yield dots, plan(settings.with_values(dots))
     elif "remat_layers" in fields and not scan:
-        yield from _with_least_remat(settings, target, plan, figures)
+        yield from _with_least_remat(settings, plan, figures)
 
 
 def _with_least_remat(
-    settings: Settings, target: Target, plan: Plan, figures: dict[str, Any]
+    settings: Settings, plan: Plan, figures: dict[str, Any]
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """The unrolled layout whose fewest layers recompute; `figures`: the plan without remat."""
     depth = _model_of(settings).depth
@@ -404,7 +404,7 @@ def _with_least_remat(
         memory = figures["memory_bytes"]
         short = -memory["margin"]
         if memory["may_not_fit"]:  # the next one shall fit for certain
-            short = memory["peak"] - memory["capacity"] / (1 + uncertainty_of(settings, target))
+            short = memory["peak"] - memory["capacity"] / (1 + UNCERTAINTY)
         layers += max(math.ceil(short / saved), 1)
         if layers > depth:
             return

@@ -149,9 +149,10 @@ def find_devices(target: Target) -> list[Any]:
 
 
 def host_of_gpu(device: Any) -> int:
-    """The index of the host of a GPU, or of the hosts that share its NVLink.
+    """The index of a GPU's host, or of the hosts that share its NVLink.
 
-    A host may have a process for each GPU, so there JAX's slice counts; a described GPU has none.
+    With several processes it is JAX's slice, because one host may run a process for each GPU.
+    Described GPUs have no slice, and are planned by one process.
     """
     return device.process_index if jax.process_count() == 1 else device.slice_index
 

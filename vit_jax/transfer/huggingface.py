@@ -105,7 +105,8 @@ def read(source: Source, pixels: dict[str, Any] | None = None, **tokenizer: Any)
     spec = Spec(model.image_size, kind.resize, mean, std, names, loss=loss)
     if name == "siglip2_vision_model" and cuts_patches(pixels):
         spec = with_patches(spec, pixels, model.patch_size, str(source.path))
-        model = model.clone(max_tokens=spec.rule and spec.rule.most)
+        assert spec.rule is not None
+        model = model.clone(max_tokens=spec.rule.most)
     elif model.image_size is not None:
         processor = "DeiTImageProcessor" if name == "deit" and pixels else "ViTImageProcessor"
         spec = with_pixels(spec, pixels or mean_std, processor, str(source.path))

@@ -321,8 +321,8 @@ def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[st
     stated |= {"ops": spec.ops, "loss": spec.loss, **spec.stated_reading}
     stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()
-    arrays = write_rows(_rows(model, variant), pretrained.params, model)
-    np.savez(content, allow_pickle=False, **arrays)
+    arrays: dict[str, Any] = write_rows(_rows(model, variant), pretrained.params, model)
+    np.savez(content, **arrays)
     write_json(path.with_suffix(".json"), stated)
     write_whole(path, content.getvalue())
     return [path.name, path.with_suffix(".json").name]

@@ -63,8 +63,9 @@ def measure_step(
         num_rounds = min(num_steps, num_rounds or _NUM_ROUNDS)
         images = settings.run.global_batch_size * (num_steps // num_rounds)
         calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
-        products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
-        if on_cpu := mesh.devices.flat[0].platform == "cpu":
+        on_cpu, products = mesh.devices.flat[0].platform == "cpu", 0
+        if on_cpu:
+            products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
             calls["matmul"] = make_matmuls(matmul_size, products)
             calls["matmul"]()
         costs = measure(calls, num_rounds)
