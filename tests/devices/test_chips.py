@@ -52,7 +52,8 @@ def test_accelerator_types_of_google_cloud_name_slices(accelerator_type, name):
         ("v5litepod-17", r"v5litepod-17: .*known: v4:.*v5e:.*v5p:.*v6e:.*H100:NUMBER"),
         ("H100:12", "H100:12: needs 1, 2, 4 or a multiple of 8 GPUs"),
         ("H100", "needs 1, 2, 4"),
-        ("v6:4x4", "no such slice; known: v4:2x2x1,"),
+        ("v6:4x4", r"no such slice; known: v6e:1x1,[\dx,]*,16x16$"),
+        ("h100x8", "no such slice; known: H100:NUMBER; "),
     ],
 )
 def test_other_names_are_refused_with_the_list(name, message):

@@ -125,7 +125,7 @@ def test_eight_devices_compute_as_one(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        {"data.image_size": "4, 8 at 50 %", "data.ops": "resize", "evals.test.ops": "resize"},
+        {"data.image_size": "4, 8 at 50 %", "data.ops": "resize"},
         {"model.keep_tokens_until": "5 steps"},
     ],
 )

@@ -3,6 +3,7 @@
 Importing this module starts neither JAX's backend nor libtpu.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -300,8 +301,12 @@ def find_slice(name: str, flag: str = "--topology") -> Slice:
             f"{chip}:{GPUS_PER_HOST}"
         )
     tpus = {kind: f"{kind}:{','.join(shapes)}" for kind, shapes in _SHAPES.items()}
-    every = "; ".join([*tpus.values(), *(f"{gpu}:NUMBER" for gpu in gpus)])
-    raise InputError(f"{flag}={name}: no such slice; known: {tpus.get(chip, every)}")
+    shapes = {kind.lower(): says for kind, says in tpus.items()}
+    shapes |= {kind.lower(): f"{kind}:NUMBER" for kind in gpus}
+    kind = chip.lower()
+    near = [kind] if kind in shapes else difflib.get_close_matches(kind, shapes)
+    listed = [shapes[kind] for kind in near or shapes]
+    raise InputError(f"{flag}={name}: no such slice; known: {'; '.join(listed)}")
 
 
 def find_slices(name: str, number: int) -> Slice:

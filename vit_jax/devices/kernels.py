@@ -138,7 +138,8 @@ def in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
     is_able = device.platform != "gpu" or capability >= _BFLOAT16
     if is_able or getattr(model, "dtype", None) != jnp.bfloat16:
         return model
-    logger.warning("%s computes no bfloat16: the model computes in float32", device.device_kind)
+    kind = device.device_kind or "the GPU"
+    logger.warning("%s computes no bfloat16: the model computes in float32", kind)
     return model.clone(dtype=jnp.float32)
 
 
