@@ -266,10 +266,11 @@ def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) 
                  "has all figures of a recipe."]  # fmt: skip
     else:
         said.append("No shipped recipe costs as little.")
-    if found.least is not None and found.least < 1:
+    if found.shares is not None:
+        least, most = found.shares
         said.append(
-            "Calculated times assume 40 % of the chips' peak. By the compiler a step takes down to "
-            f"{found.least:.0%} of the calculated time."
+            "Calculated times assume 40 % of the chips' peak. By the compiler the steps of recipes "
+            f"take {least:.0%} to {most:.0%} of the calculated time."
         )
     if found.perhaps:
         said.append(f"Above the budget by calculation only: {', '.join(found.perhaps)}.")

@@ -40,13 +40,13 @@ class Affordable(NamedTuple):
 
     rows: the cheapest first, each {"recipe", "by", "slice", "fits", "goodput", "hours",
       "chip_hours", "cost"}.
-    least: the least time of a compiled recipe, as a share of its calculated time; None: there is
-      none to compare.
-    perhaps: recipes that cost more by calculation, but less with that share of the time.
+    shares: the least and the most time of a compiled recipe, as shares of its calculated time;
+      None: there is none to compare.
+    perhaps: recipes that cost more by calculation, but less with the least share of the time.
     """
 
     rows: list[dict[str, Any]]
-    least: float | None
+    shares: tuple[float, float] | None
     perhaps: list[str]
 
 
@@ -76,7 +76,8 @@ def affordable(
         float(row["chip_hours"]) / float(calculated[recipe]["chip_hours"])
         for recipe, row in compiled.items() if recipe in calculated
     ]  # fmt: skip
-    least = min(shares, default=None)
+    least = min(shares, default=1.0)
+    between = (least, max(shares)) if shares else None
     rows: list[dict[str, Any]] = []
     perhaps = []
     for recipe, row in (calculated | compiled).items():
@@ -89,6 +90,6 @@ def affordable(
             hours = chip_hours / find_slice(row["slice"]).num_chips
             run = {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
             rows.append(figures | run)
-        elif recipe not in compiled and least is not None and cost * least <= budget:
+        elif recipe not in compiled and cost * least <= budget:
             perhaps.append(recipe)
-    return Affordable(sorted(rows, key=lambda row: row["cost"]), least, perhaps)
+    return Affordable(sorted(rows, key=lambda row: row["cost"]), between, perhaps)
