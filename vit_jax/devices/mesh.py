@@ -103,10 +103,13 @@ def make_mesh(
         sizes[open_axes[0]] = len(devices) // fixed
     if math.prod(sizes.values()) != len(devices):
         needed = f"a multiple of {fixed}" if open_axes else fixed
+        works = {"data": -1, "fsdp": 1}
+        if len(devices) % (replica * tensor):
+            works["tensor"] = 1
+        flags = " and ".join(f"--config.mesh.{axis}={size}" for axis, size in works.items())
         raise InputError(
             f"{given}: needs {needed} devices, but there are {len(devices)}; "
-            "make the product of the sizes equal to that number, e.g. --config.mesh.data=-1 and "
-            "--config.mesh.fsdp=1"
+            f"make the product of the sizes equal to that number, e.g. {flags}"
         )
     if sizes["replica"] % num_slices:
         raise InputError(
