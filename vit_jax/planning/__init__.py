@@ -73,7 +73,7 @@ def cache_file(settings: Settings, target: Target) -> pathlib.Path:
         settings.values,
         target.slice.name,
         target.num_slices,
-        *([] if target.may_compile else ["calculated"]),
+        *([] if target.is_compiled_for else ["calculated"]),
         *filter(None, [target.measured]),
         software() | digests(settings.run.plugins),
         *[_describe(teacher.model) for teacher in abstract_teachers(settings)],
