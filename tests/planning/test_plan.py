@@ -711,7 +711,7 @@ def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatc
 @pytest.mark.slow
 def test_remedies_by_calculation_compile_nothing(monkeypatch):
     monkeypatch.setattr("vit_jax.planning.search.plan", None)  # cannot be called
-    config = tiny_config(global_batch_size=4 * 10**9 + 4)  # no number of microbatches divides it
+    config = tiny_config(global_batch_size=4 * 4_000_037)  # no number of microbatches divides it
     figures = calculated.calculate_plan(settings_of(config), FOUR)
     *others, last = find_remedies(settings_of(config), FOUR, figures, calculate=True)
     assert not figures["memory_bytes"]["fits"] and not any(row["fits"] for row in others)
