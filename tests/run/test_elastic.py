@@ -187,7 +187,7 @@ def test_each_process_reads_its_part_of_the_parameters_alone(tmp_path):
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", RESTORE, tmp_path, address, str(i), target],
-            env=os.environ | {"XLA_FLAGS": flags_for(4)},
+            env=os.environ | {"XLA_FLAGS": flags_for(4), "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for i in range(2)
@@ -273,7 +273,7 @@ print(json.dumps({"saving": saving / size, "restoring": restoring / size}))
 def test_saving_holds_one_copy_more_and_restoring_no_more_than_two(tmp_path):
     job = subprocess.run(
         [sys.executable, "-c", MEMORY, tmp_path / "checkpoints"],
-        env=os.environ | {"XLA_FLAGS": flags_for(8)},
+        env=os.environ | {"XLA_FLAGS": flags_for(8), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
