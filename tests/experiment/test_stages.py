@@ -73,7 +73,7 @@ def with_half_the_size(file, first):
     config = load_config(file)
     if config.model.name == "ViT-mu/4" and first == 6:
         config.model.patch_size = 2
-    config.data.ops = "resize|flip" if config.data.ops else ""
+    config.data.ops = "" if config.data.global_ops else "resize|flip"
     config.data.global_ops = config.data.global_ops.replace("pad_crop", "resize|pad_crop")
     config.data.image_size = f"{first}, {config.data.image_size} at 50 %"
     assert not find_faults(config)

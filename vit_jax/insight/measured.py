@@ -32,7 +32,7 @@ Maps = np.ndarray | list[np.ndarray]
 
 @dataclasses.dataclass
 class Attention:
-    """What the attention of a model is on; see `attention_maps`.
+    """Where the attention of a model goes; see `attention_maps`.
 
     distances, entropies, shares: (I, L, H).
     rollouts: (n, rows, columns); heads: (n, L, H, rows, columns).
