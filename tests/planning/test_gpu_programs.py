@@ -18,6 +18,7 @@ from read_settings import settings_of
 from vit_jax import planning
 from vit_jax.config import base_config
 from vit_jax.config.text import load_config
+from vit_jax.devices import kernels
 from vit_jax.devices.chips import CHIPS, find_slice, peak_flops
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
@@ -261,12 +262,13 @@ def test_peaks_by_dtype():
 
 
 def test_plans_for_a_t4_compute_in_float32(caplog):
+    kernels._say_once.cache_clear()
     target = Target(find_slice("T4:8"), may_compile=False)
     with caplog.at_level(logging.WARNING, "vit_jax"):
         model = planned_experiment(
             settings_of(tiny_config()), plan_mesh(settings_of(tiny_config()), target)
         ).model
-    assert model.dtype == jnp.float32 and "Tesla T4 computes no bfloat16" in caplog.text
+    assert model.dtype == jnp.float32 and "capability 7.5 computes no bfloat16" in caplog.text
 
 
 def test_without_cuda_the_log_names_the_extra(monkeypatch, caplog):

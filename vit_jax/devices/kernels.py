@@ -77,7 +77,7 @@ def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module
     platform = mesh.devices.flat[0].platform
     reason = None
     if kernels != "plain" and platform != "cpu" and forms[name].attention_kernel is None:
-        reason = _why_plain(model, mesh, on_tpu=platform == "tpu")
+        reason = why_plain(model, mesh, on_tpu=platform == "tpu")
     if reason is not None:
         _say_plain(reason)
     return model.clone(ops=forms[name])
@@ -93,7 +93,7 @@ def find_forms(model: nn.Module, mesh: Mesh) -> dict[str, BlockOps]:
     biases: the gradients of biases by products; on TPUs.
     attention: `biases`, and attention by kernels.
     rows: `attention`, and norms, projections and MLPs by kernels.
-    norms: norms computed again in the backward pass; on GPUs.
+    norms: norms of scanned layers computed again in the backward pass; on GPUs.
     cudnn: `norms`, and attention by cuDNN.
 
     Only on CPUs JAX's default generator draws the masks of dropout.
@@ -122,8 +122,9 @@ def has_kernels(model: nn.Module) -> bool:
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
     """The forms of `model` on GPUs beside `plain`; see `find_forms`."""
     repeat = partial(_repeat_on_gpu, mesh=mesh)
-    forms = {"norms": dataclasses.replace(plain, recompute_norms=True, repeat=repeat)}
-    if _why_plain(model, mesh, on_tpu=False) is None:
+    again = about(model).scan  # of unrolled layers XLA keeps little more
+    forms = {"norms": dataclasses.replace(plain, recompute_norms=again, repeat=repeat)}
+    if why_plain(model, mesh, on_tpu=False) is None:
         attend = partial(_cudnn_attention, mesh=mesh)
         forms["cudnn"] = dataclasses.replace(
             forms["norms"], attention_kernel=attend, token_multiple=_EVEN
@@ -138,15 +139,15 @@ def in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
     is_able = device.platform != "gpu" or capability >= _BFLOAT16
     if is_able or getattr(model, "dtype", None) != jnp.bfloat16:
         return model
-    kind = device.device_kind or "the GPU"
-    logger.warning("%s computes no bfloat16: the model computes in float32", kind)
+    told = f"a GPU of compute capability {stated} computes no bfloat16: the model computes in "
+    _say_once(logging.WARNING, f"{told}float32")
     return model.clone(dtype=jnp.float32)
 
 
 def tpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
     """The forms of `model` on TPUs beside `plain`; see `find_forms`."""
     forms = {"biases": dataclasses.replace(plain, add_bias=add_bias_on_tpu)}
-    if _why_plain(model, mesh, on_tpu=True) is not None:
+    if why_plain(model, mesh, on_tpu=True) is not None:
         return forms
     forms["attention"] = dataclasses.replace(
         forms["biases"],
@@ -160,7 +161,7 @@ def tpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str
     return forms
 
 
-def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
+def why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
     """Why the attention of `model` has no kernel on TPUs, or on GPUs; None: it has one."""
     shape = about(model).attention_shape
     if isinstance(shape, str):
@@ -186,14 +187,14 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
     return None
 
 
-def _say_plain(reason: str) -> None:
-    logger.info("attention computes without kernel: %s", reason)
-
-
 @cache
-def _say_plain_once(reason: str) -> None:
-    """Of a number of tokens that is known only where attention is traced, in each layer."""
-    _say_plain(reason)
+def _say_once(level: int, text: str) -> None:
+    """Log what many models of a plan, and each layer that is traced, have to say."""
+    logger.log(level, text)
+
+
+def _say_plain(reason: str) -> None:
+    _say_once(logging.INFO, f"attention computes without kernel: {reason}")
 
 
 def _tpu_attention(
@@ -218,7 +219,7 @@ def _tpu_attention(
         return attend(qkv, biases, () if turns is None else (turns,), numbers)
     q_BNHK, *keys_values = _plain_qkv(qkv, biases, turns)
     if tokens < LONG:  # images of a size that was not known before
-        _say_plain_once(f"{tokens} tokens lie between {SHORT} and {LONG}")
+        _say_plain(f"{tokens} tokens lie between {SHORT} and {LONG}")
         keys_values = [x_BMHK[:, :of_all] for x_BMHK in keys_values]
         num_keys_B = numbers[0] if numbers else None
         return choose_attention("tpu")(q_BNHK, *keys_values, num_keys_B=num_keys_B)

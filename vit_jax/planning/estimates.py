@@ -119,7 +119,7 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
         "is_minimum": is_minimum,
         "assumptions": [
             f"the chip's peaks ({chip.source})",
-            "every matrix product at the peak of bfloat16",
+            "every matrix product at the chip's peak, whatever its dtype",
             *_common_assumptions(figures, chip),
             *[traffic] * (moved is not None),
             "everything overlaps" + ", so this is the minimum time" * is_minimum,

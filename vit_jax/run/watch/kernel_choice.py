@@ -21,7 +21,7 @@ from vit_jax.base.tree import Params
 from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.compiler import compiler_options
-from vit_jax.devices.kernels import find_forms, in_dtype_of
+from vit_jax.devices.kernels import find_forms, in_dtype_of, why_plain
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.job import processes, watchdog
@@ -106,12 +106,17 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
 def missing_form(settings: Settings, mesh: Mesh) -> str | None:
     """The fault of a form `model.kernels` that the devices of `mesh` lack; None: they have it."""
     asked, model = settings.model.kernels, settings.model.name
-    if asked in ("auto", "calculated") or asked in (forms := _find(settings, mesh)[1]):
+    made, forms = _find(settings, mesh)
+    if asked in ("auto", "calculated", *forms):
         return None
-    kind = mesh.devices.flat[0].device_kind
+    device = mesh.devices.flat[0]
+    on_tpu, reason = device.platform == "tpu", None
+    if device.platform != "cpu" and "ops" in field_names(type(made)):
+        reason = why_plain(made, mesh, on_tpu=on_tpu)
+    why = "" if reason is None else f" ({reason})"
     return (
-        f"model.kernels={asked!r}: {model} has no such form on {kind}; use auto, calculated, "
-        f"{', '.join(forms)}"
+        f"model.kernels={asked!r}: {model} has no such form on {device.device_kind}{why}; use "
+        f"auto, calculated, {', '.join(forms)}"
     )
 
 
