@@ -19,6 +19,8 @@ from vit_jax.planning.recipe_costs import TABLE, read_costs
 
 DATA = "--config.data.num_classes=18291 --config.data.num_examples=303000000"  # JFT-300M
 LARGER = "--config.data.num_classes=29593 --config.data.num_examples=3000000000"  # JFT-3B
+PAIRS = "--config.data.num_classes=1 --config.data.num_examples=1000000000"
+OWN = "--config.data.num_classes=10 --config.data.num_examples=50000"  # pictures of your own
 SCRATCH = "--config.init_from=scratch --config.init_fields=config"  # in place of weights
 RECIPES = (
     "pretrain:ViT-B/16,imagenet2012",
@@ -45,6 +47,18 @@ RECIPES = (
     "lejepa",
     f"finetune:ViT-B/16,imagenet2012 {SCRATCH}",
     "cifar10",
+    f"siglip:ViT-B/16 {PAIRS}",
+    f"clip {PAIRS}",
+    f"lit {PAIRS} {SCRATCH} --config.model.name=ViT-B/16 --config.data.image_size=224",
+    f"captions:ViT-B/16 {PAIRS}",
+    "ibot",
+    f"selfsup:ViT-S/16 {OWN} {SCRATCH}",
+    f"selfsup:folder {OWN}",
+    f"folder {OWN}",
+    f"folder:ViT-S/16 {OWN}",
+    f"words:folder {PAIRS}",
+    "distillation:bit",
+    "quickstart",
 )
 GIANTS = tuple(f"giant:ViT-{size}/14,jft=jft3b {LARGER}" for size in ("g", "G", "22B"))
 # {slice: (CPUs of a host, chips of a host)}

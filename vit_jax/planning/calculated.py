@@ -185,7 +185,8 @@ def _count_temporaries(
     Args:
       alone: the settings for one device and its images.
     """
-    is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
+    # What GPUs compute with does not depend on it, so one trace serves all their meshes.
+    is_whole = target.chip.is_gpu or max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
     text = f"{alone.values} {target.slice.chip} {is_whole}"
     traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
     return _temporaries_of(traced, mesh, target.chip.platform, target.scale)
