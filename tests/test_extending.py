@@ -41,7 +41,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
-from vit_jax.models.contract import with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.objectives.other_sizes import at_size
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.plan_figures import describe
@@ -222,6 +222,7 @@ def test_format_holds_every_family(tmp_path):
         save_pretrained(path, model, variables, format="my_msgpack")
         found, loaded = load_pretrained(path)
         assert found == with_known(model, scan=False)
+        save_pretrained(path, about(model), variables, format="my_msgpack")  # as a run's model is
         jax.tree.map(np.testing.assert_array_equal, loaded, variables)
     with pytest.raises(InputError, match="model; export it as stablehlo or my_msgpack"):
         model = models.create_model("MyMixer-mu/4", image_size=8)

@@ -68,17 +68,20 @@ def test_a_loop_keeps_all_that_it_stacks():
     assert whole - parts == pytest.approx(3 / 4 * GRADIENTS * ARRAY)
 
 
-def test_on_gpus_one_pass_of_a_loop_takes_more_than_its_values():
+def test_on_gpus_one_pass_of_a_loop_over_split_weights_takes_more_than_its_values():
     def scanned(ws, x):
         return jax.lax.scan(lambda x, w: (layer(layer(x, w), w), None), x, ws)[0]
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (STACK, (ROWS, WIDTH))]
     jaxpr = jax.make_jaxpr(scanned)(*shapes).jaxpr
-    tpu, gpu, cpu = (
-        peak_bytes(jaxpr, [Leaf()] * 2, [Leaf()], platform=platform)
+    (tpu, split_tpu), (gpu, split_gpu), (cpu, _) = (
+        [
+            peak_bytes(jaxpr, [Leaf(share, weight=True), Leaf()], [Leaf()], platform=platform)
+            for share in (1.0, 1 / 4)
+        ]
         for platform in ("tpu", "gpu", "cpu")
     )
-    assert tpu <= cpu < gpu < 2 * tpu
+    assert tpu == split_tpu <= cpu == gpu < split_gpu < 2 * tpu
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(None, 1), ("dots_saveable", 2)])

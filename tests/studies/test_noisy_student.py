@@ -293,7 +293,7 @@ def test_a_killed_study_ends_with_the_same_parameters(tmp_path, monkeypatch):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert main([*flags, f"--workdir={whole}"]) == 0
     for stage, moment in (
-        ("teacher_seed_0", "step:15"),
+        ("teacher_seed_0", "rows:2"),
         ("teacher_seed_0", "evaluation:1"),
         ("teacher_labels_seed_0", "files:3"),
         ("student_seed_0", "save:1"),

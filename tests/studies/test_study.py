@@ -31,6 +31,7 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     commands = []
 
     def execute_here(command):
+        monkeypatch.setattr(sys, "orig_argv", command)  # which a run records
         commands.append(command[1:])
         return main(command[3:]), "", False
 
@@ -58,7 +59,7 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     assert summary["held_out/top1"] == found["table"][-1]["held_out/top1, %"]["mean"]
 
     assert main([*flags, *OVERRIDES]) == 0
-    for change in ("duration=8 steps", "evals.held_out.ops=resize|resize"):
+    for change in ("duration=30 steps", "evals.held_out.ops=resize|resize"):
         assert main([*flags, *OVERRIDES, f"--config.{change}"]) == 2
         said = capsys.readouterr().err
         assert "dev_lr_0.03 already holds a run with other settings" in said
