@@ -46,6 +46,7 @@ FORMS: dict[str, Callable[[BlockOps], BlockOps]] = {
     "chosen": lambda ops: ops,
     "tokens padded to a multiple of 8": lambda ops: dataclasses.replace(ops, token_multiple=8),
     "padded in attention": pad_in_attention,
+    "norms computed again": lambda ops: dataclasses.replace(ops, recompute_norms=True),
     "norms kept": lambda ops: dataclasses.replace(ops, recompute_norms=False),
     "XLA's order of tokens": lambda ops: dataclasses.replace(ops, repeat=repeat_plainly),
 }
