@@ -43,7 +43,7 @@ logger = logging.getLogger("vit_jax")
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
 # JAX 0.10.2 refuses the gradient of cuDNN's attention for an odd number of tokens. Padding in each
-# attention instead takes 6 to 21 % more temporaries (docs/explanation/plans.md).
+# attention instead takes 3 to 21 % more temporaries (docs/explanation/plans.md).
 _EVEN = 2
 _BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, compute in bfloat16
 
