@@ -219,10 +219,10 @@ def test_format_holds_every_family(tmp_path):
         model = models.create_model(name, num_classes=3, image_size=8)
         variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
         path = tmp_path / f"{name[:3]}.msgpack"
-        save_pretrained(path, model, variables, format="my_msgpack")
+        save_pretrained(path, about(model), variables, format="my_msgpack")  # as a run's model is
         found, loaded = load_pretrained(path)
         assert found == with_known(model, scan=False)
-        save_pretrained(path, about(model), variables, format="my_msgpack")  # as a run's model is
+        assert models.is_of_family(about(model), name)
         jax.tree.map(np.testing.assert_array_equal, loaded, variables)
     with pytest.raises(InputError, match="model; export it as stablehlo or my_msgpack"):
         model = models.create_model("MyMixer-mu/4", image_size=8)

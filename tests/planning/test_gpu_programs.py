@@ -30,7 +30,7 @@ from vit_jax.planning.compiled import (
 )
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.hlo import Program
-from vit_jax.planning.plan_tables import memory_table
+from vit_jax.planning.plan_tables import estimate_table, memory_table
 from vit_jax.planning.products import count_flops
 from vit_jax.planning.targets import Target, plan_mesh, start_planning
 from vit_jax.run.teachers import planned_experiment
@@ -111,6 +111,7 @@ def test_time_by_kernels_decides_if_it_is_longer_than_by_the_share_of_the_peak()
     assert not found["roofline"]["is_minimum"]
     assert found["run"]["step_s"] == 1.75
     assert any("bound by its kernels" in said for said in found["at_utilisation"]["assumptions"])
+    assert estimate_table(found).title == "Estimates by the roofline of each kernel"
     figures["scheduled_s"] = {"kernels": 1e-9, "exchanges": 0.0, "step": 1e-9}
     assert estimate(figures)["run"]["step_s"] == pytest.approx(1e12 / (0.4 * 8 * 989e12))
 

@@ -357,8 +357,7 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
     def name_of(self, part: P) -> str:
         """The name by which a config selects `part`; a model may be one of `contract.about`."""
         kind = type(part).__module__, type(part).__name__
-        parts = {name: self.find(name) for name in self}
-        return next(n for n, each in parts.items() if (each.__module__, each.__name__) == kind)
+        return next(n for n in self if (self.find(n).__module__, self.find(n).__name__) == kind)
 
     def __setitem__(self, name: str, part: "type[P] | str") -> None:
         """Add a part; raises InputError if another one has its name, TypeError if it is no part."""

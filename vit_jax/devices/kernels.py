@@ -122,7 +122,7 @@ def has_kernels(model: nn.Module) -> bool:
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
     """The forms of `model` on GPUs beside `plain`; see `find_forms`."""
     repeat = partial(_repeat_on_gpu, mesh=mesh)
-    again = about(model).scan  # of unrolled layers XLA keeps little more
+    again = about(model).scan  # unrolled, it saves 1 to 3 % of memory and costs as much time
     forms = {"norms": dataclasses.replace(plain, recompute_norms=again, repeat=repeat)}
     if why_plain(model, mesh, on_tpu=False) is None:
         attend = partial(_cudnn_attention, mesh=mesh)

@@ -156,7 +156,8 @@ def translate_name(name: str) -> str | None:
 
 def is_of_family(model: nn.Module, name: str) -> bool:
     """Whether `model` is of the family of the model called `name`."""
-    return type(model) is find_family(name)
+    family: Any = find_family(name)
+    return type(about(model)) is as_family(family)
 
 
 def token_stride(name: str) -> tuple[int, int]:

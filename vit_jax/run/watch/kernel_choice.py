@@ -106,17 +106,18 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
 def missing_form(settings: Settings, mesh: Mesh) -> str | None:
     """The fault of a form `model.kernels` that the devices of `mesh` lack; None: they have it."""
     asked, model = settings.model.kernels, settings.model.name
-    made, forms = _find(settings, mesh)
-    if asked in ("auto", "calculated", *forms):
+    if asked in ("auto", "calculated"):
         return None
-    device = mesh.devices.flat[0]
-    on_tpu, reason = device.platform == "tpu", None
-    if device.platform != "cpu" and "ops" in field_names(type(made)):
-        reason = why_plain(made, mesh, on_tpu=on_tpu)
-    why = "" if reason is None else f" ({reason})"
+    made, forms = _find(settings, mesh)
+    if asked in forms:
+        return None
+    device, reason = mesh.devices.flat[0], None
+    if device.platform != "cpu":
+        reason = why_plain(made, mesh, on_tpu=device.platform == "tpu")
     return (
-        f"model.kernels={asked!r}: {model} has no such form on {device.device_kind}{why}; use "
-        f"auto, calculated, {', '.join(forms)}"
+        f"model.kernels={asked!r}: {model} has no such form on {device.device_kind}; use auto, "
+        f"calculated, {', '.join(forms)}"
+        + ("" if reason is None else f"; attention has no kernel there: {reason}")
     )
 
 
