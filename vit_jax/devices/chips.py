@@ -192,7 +192,7 @@ CHIPS: dict[str, Chip] = {
 }  # fmt: skip
 
 
-def peak_flops(chip: str, dtype: str) -> float:
+def product_flops_per_s(chip: str, dtype: str) -> float:
     """FLOP/s of products of `dtype` (XLA's name) on the GPU `chip`.
 
     Products of float32 are computed in TF32, at half the speed of bfloat16, where the GPU has it.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from vit_jax.config import Settings
 from vit_jax.devices import flops
-from vit_jax.devices.chips import peak_flops
+from vit_jax.devices.chips import product_flops_per_s
 from vit_jax.planning import hlo
 from vit_jax.planning.calculated import scanned
 from vit_jax.planning.estimates import speed_of
@@ -186,7 +186,7 @@ def bounds_of(work: hlo.Work, target: Target) -> dict[str, float]:
     """The least seconds of a GPU's kernel by its products, and by its bytes in memory."""
     products = work.flops.items()
     return {
-        "flops": sum(n / peak_flops(target.slice.chip, kind) for kind, n in products),
+        "flops": sum(n / product_flops_per_s(target.slice.chip, kind) for kind, n in products),
         "hbm": work.bytes / target.chip.hbm_bytes_per_s,
     }
 

@@ -20,12 +20,13 @@ def estimate(
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
     time for the computation, with asynchronous collectives hidden behind it and the others added.
     `by_kernel` is for programs compiled for GPUs: each kernel by its roofline, in XLA's schedule.
-    Without cycles, `at_utilisation` is the time at 40 % of the peak, or, where it is longer,
-    `roofline` or `by_kernel`.
-    `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
-    are the steps' hours, divided by `goodput`, the share of steps in the time of a run like it;
-    None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,
-    `at_utilisation` takes this share and decides the time; a `measured` chip replaces its vendor's.
+    Without cycles, `at_utilisation` is the time at 40 % of the peak, or `roofline` where that is
+    longer.
+    `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`, or
+    `by_kernel` where that is longer; its `by` says which. Its hours are the steps' hours, divided
+    by `goodput`, the share of steps in the time of a run like it; None: input, evaluations, saves
+    and restarts are left out. With a measured `share_of_peak`, `at_utilisation` takes this share
+    and decides the time; a `measured` chip replaces its vendor's.
 
     Of a run with a schedule of image sizes, `stages` has the estimates of each, the last one is
     repeated, and `run` adds up: its step, MFU and images/s are means over time.
@@ -47,8 +48,11 @@ def estimate(
         flops_s, by = roofline["flops_s"], "compiler"
         step = _by_compiler(figures, chip, cycles_per_s, flops_s, hidden, added)
     else:
-        by_kernel = estimates["by_kernel"]
-        by, step = "at_utilisation", _at_utilisation(figures, chip, roofline, by_kernel)
+        estimates["at_utilisation"] = _at_utilisation(figures, chip, roofline)
+        by = "at_utilisation"
+        if estimates["by_kernel"] is not None:
+            by = max(by, "by_kernel", key=lambda kind: estimates[kind]["step_s"])
+        step = estimates[by]
     hours = step["step_s"] * figures["total_steps"] / 3600 / (goodput or 1.0)
     chip_hours = hours * figures["num_chips"]
     run = {
@@ -128,19 +132,16 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
 
 
 def _at_utilisation(
-    figures: Mapping[str, Any], chip: Chip, roofline: Mapping[str, Any],
-    by_kernel: Mapping[str, Any] | None,
-) -> dict[str, Any]:  # fmt: skip
+    figures: Mapping[str, Any], chip: Chip, roofline: Mapping[str, Any]
+) -> dict[str, Any]:
     """A step's time at a usual share of the peak, for plans without one by the compiler.
 
-    If memory or networks make the time of `roofline` longer, or `by_kernel`, it is that time.
+    If memory or networks make the time of `roofline` longer, it is that time.
     """
     flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
     usual_s = flops["counted_per_step"] / (USUAL_SHARE * peak)
     bounds = {"what is computed again counts": usual_s}
     bounds[f"less here, as the step is bound by {roofline['bound_by']}"] = roofline["step_s"]
-    if by_kernel is not None:
-        bounds["less here, as the step is bound by its kernels"] = by_kernel["step_s"]
     told, step_s = max(bounds.items(), key=lambda bound: bound[1])
     return {
         "share_of_peak": flops["counted_per_step"] / (step_s * peak),

@@ -202,7 +202,7 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     """Table of time and cost; all figures are estimates."""
     roofline, usual, run = (estimate[key] for key in ("roofline", "at_utilisation", "run"))
     share = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
-    if (by_kernel := estimate["by_kernel"]) is not None and run["step_s"] == by_kernel["step_s"]:
+    if run["by"] == "by_kernel":
         share = "by the roofline of each kernel"
     rows = {
         "step": f"{run['step_s'] * 1e3:,.4g} ms",
@@ -215,7 +215,7 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
         rows["TPU-core-days"] = _amount(run["tpu_core_days"])
     if run["cost"] is not None:
         rows["cost"] = _amount(run["cost"], ",.2f", 0.01)
-    if by_kernel is not None:
+    if (by_kernel := estimate["by_kernel"]) is not None:
         rows["step, each kernel by its roofline"] = _ms(by_kernel["step_s"])
         rows["MFU, each kernel by its roofline"] = f"{by_kernel['mfu']:.1%}"
     bound = f"bound by {roofline['bound_by']}"
