@@ -20,6 +20,7 @@ from vit_jax.config.text import load_config
 from vit_jax.devices import kernels
 from vit_jax.devices.chips import find_slice
 from vit_jax.models.block_ops import BlockOps, repeat_plainly
+from vit_jax.models.dot_product import dot_product_attention, plain_attention
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target, settle, start_planning
 
@@ -42,10 +43,19 @@ def pad_in_attention(ops: BlockOps) -> BlockOps:
     return dataclasses.replace(ops, attention_kernel=attend, token_multiple=1)
 
 
+def without_cudnn(attend: Callable) -> Callable[[BlockOps], BlockOps]:
+    """A change to attention by `attend`, which XLA compiles."""
+    return lambda ops: dataclasses.replace(
+        ops, attend=attend, attention_kernel=None, token_multiple=1
+    )
+
+
 FORMS: dict[str, Callable[[BlockOps], BlockOps]] = {
     "chosen": lambda ops: ops,
     "tokens padded to a multiple of 8": lambda ops: dataclasses.replace(ops, token_multiple=8),
     "padded in attention": pad_in_attention,
+    "attention by XLA, heads first": without_cudnn(dot_product_attention),
+    "attention by XLA, plain": without_cudnn(plain_attention),
     "norms computed again": lambda ops: dataclasses.replace(ops, recompute_norms=True),
     "norms kept": lambda ops: dataclasses.replace(ops, recompute_norms=False),
     "XLA's order of tokens": lambda ops: dataclasses.replace(ops, repeat=repeat_plainly),

@@ -71,7 +71,7 @@ SLICES = {
     "v5e:16x16": (112, 4),
     "v5p:4x8x8": (208, 4),
 }
-FOR_GIANTS = ("v5e:16x16", "v5p:4x8x8")
+ALSO_GIANTS, ONLY_GIANTS = ("H100:8", "B200:8"), ("v5e:16x16", "v5p:4x8x8")
 
 
 def plan(recipe: str, topology: str, *, compiled: bool) -> dict | str:
@@ -115,6 +115,7 @@ def row(recipe: str, topology: str, figures: dict) -> dict[str, str]:
         "images_per_s": f"{run['images_per_s']:.0f}",
         "cpu_ms": f"{1e3 * cpu_s:.1f}",
         "chip_hours": f"{run['chip_hours']:.4g}",
+        "time_by": run["by"],
     }
 
 
@@ -133,8 +134,9 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     flags = parser.parse_args()
     for topology in flags.slice or SLICES:
-        recipes = GIANTS if topology in FOR_GIANTS else RECIPES
-        for recipe in recipes:
+        recipes = () if topology in ONLY_GIANTS else RECIPES
+        giants = GIANTS if topology in (*ALSO_GIANTS, *ONLY_GIANTS) else ()
+        for recipe in (*recipes, *giants):
             if flags.words and not any(word in recipe for word in flags.words):
                 continue
             figures = plan(recipe, topology, compiled=topology in flags.compile.split(","))

@@ -5,7 +5,6 @@ import math
 import re
 from collections import Counter
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +19,12 @@ from vit_jax.devices import kernels
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.flops import program_flops
 from vit_jax.devices.gpus import has_cuda
-from vit_jax.devices.kernels import has_kernels
+from vit_jax.devices.kernels import find_forms, has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.evaluators import linear_probe, make_evaluators
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.inference import outputs
 from vit_jax.models import fields_of
-from vit_jax.models.block_ops import BlockOps
-from vit_jax.models.dot_product import choose_attention
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, plan_mesh
 from vit_jax.run.teachers import planned_experiment
@@ -95,7 +92,7 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
     flops, kinds = Counter(), Counter()
     for work in Program(text).work:
-        flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
+        flops.update({dtype: work.count * number for (dtype, _), number in work.flops.items()})
         kinds[work.kind] += work.count
     calls = kinds["__cudnn$fmhaSoftmax"], kinds["__cudnn$fmhaSoftmaxBackward"]
     assert calls == CALLS.get((name, words), calls)
@@ -126,10 +123,8 @@ def test_deterministic_steps_have_no_scatter_that_adds(name, words, shared_kerne
 @pytest.mark.parametrize(("name", "words"), FULL)
 def test_a_step_lowers_for_rocm(name, words, monkeypatch):
     """With the operations that GPUs without cuDNN get."""
-    plain = BlockOps(attend=choose_attention("gpu"))
-    monkeypatch.setattr(
-        kernels, "find_forms", lambda _, mesh: kernels.gpu_forms(nn.Dense(1), mesh, plain)
-    )
+    monkeypatch.setattr(kernels, "has_cuda", lambda: False)
+    monkeypatch.setattr(kernels, "find_forms", functools.partial(find_forms, platform="gpu"))
     experiment, _, mesh = on_gpus(name, words, DATA, scan=False, devices=jax.devices())
     with jax.set_mesh(mesh):
         text = experiment.trace().lower(lowering_platforms=("rocm",)).as_text()

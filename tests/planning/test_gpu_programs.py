@@ -31,7 +31,7 @@ from vit_jax.planning.compiled import (
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.plan_tables import estimate_table, memory_table
-from vit_jax.planning.products import count_flops
+from vit_jax.planning.products import count_flops, is_exact
 from vit_jax.planning.targets import Target, plan_mesh, start_planning
 from vit_jax.run.teachers import planned_experiment
 
@@ -253,13 +253,28 @@ def test_every_gpu_is_described():
         chip = CHIPS[name]
         assert chip.hbm_bytes_per_s == gpu.memory_bytes_per_s
         assert chip.usable_bytes == int(0.75 * gpu.memory_bytes)
+    assert CHIPS["H100"].hbm_bytes_per_s == 3352.32e9
     text = describe_to_xla(GPUS["A100-40GB"], CHIPS["A100-40GB"].device_kinds[0])
     assert 'device_description_str: "NVIDIA A100-SXM4-40GB"' in text
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
 
 
+@pytest.mark.parametrize(
+    ("attributes", "exact"),
+    [("lhs_contracting_dims={1}, operand_precision={highest,highest}", True),
+     ("lhs_contracting_dims={1}, operand_precision={high,high}", False),
+     ('backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":["HIGHEST",'
+      '"HIGHEST"]}}}', True),
+     ('backend_config={"operand_precision":["DEFAULT","DEFAULT"]}', False)],
+)  # fmt: skip
+def test_exact_products_are_known(attributes, exact):
+    assert is_exact(attributes) == exact
+
+
 def test_peaks_by_dtype():
     assert product_flops_per_s("H100", "f32") == product_flops_per_s("H100", "bf16") / 2
+    assert product_flops_per_s("H100", "f32", exact=True) == GPUS["H100"].float32_flops
+    assert product_flops_per_s("H100", "bf16", exact=True) == CHIPS["H100"].peak_flops
     # Without bfloat16 and TF32; by NVIDIA's data sheet.
     assert product_flops_per_s("T4", "f32") == pytest.approx(CHIPS["T4"].peak_flops, rel=0.01)
 

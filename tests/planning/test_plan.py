@@ -470,9 +470,10 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     costs = ("calculation,v5e:4x4,{},yes,32", "calculation,v5e:4x4,{},no,1",
              "calculation,v5e:4x4,{},maybe,16", "calculation,H100:8,{},yes,1",
              "compiler,v5e:4x4,{},yes,160")  # fmt: skip
-    rows = [row.format(name) for row, name in zip(costs, "abcda", strict=True)]
+    times = ("at_utilisation",) * 4 + ("compiler",)
+    rows = [f"{row.format(name)},{by}" for row, name, by in zip(costs, "abcda", times, strict=True)]
     table = tmp_path / "costs.csv"
-    table.write_text("\n".join(["by,slice,recipe,fits,chip_hours", *rows, ""]))
+    table.write_text("\n".join(["by,slice,recipe,fits,chip_hours,time_by", *rows, ""]))
     monkeypatch.setattr(recipe_costs, "TABLE", table)
     words = ("--topology=v5e:2x2", "--price_per_chip_hour=2")
     code, found = plan_by_command(capsys, "--budget=320", *words)
@@ -484,7 +485,7 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     assert "the compiler's" not in shown and "calculation only" not in shown
     assert "stage" not in shown
     table.write_text(table.read_text().replace(",c,", ',"mae:c",') + (
-        'calculation,v5e:4x4,"mae:c,finetune",yes,16\n'
+        'calculation,v5e:4x4,"mae:c,finetune",yes,16,at_utilisation\n'
     ))  # fmt: skip
     assert main(["plan", "--budget=320", *words]) == 0
     assert "Add the cost of the stage that follows: mae:c (finetune)." in capsys.readouterr().out
@@ -493,6 +494,10 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "take 25% to 25% of the calculated time" in " ".join(shown.split())
     assert "by calculation only: mae:c, mae:c,finetune." in shown
+    table.write_text(table.read_text().replace("yes,8,compiler", "yes,8,at_utilisation"))
+    assert main(["plan", "--budget=31", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "of the calculated time" not in shown and "40% of peak" in shown
     assert main(["plan", "--budget=1", *words]) == 3
     assert main(["plan", "--budget=320", "--topology=v4:2x2x1", "--price_per_chip_hour=2"]) == 2
     assert "no costs are known for its chips; v5e:4x4, H100:8 are" in capsys.readouterr().err
@@ -729,14 +734,18 @@ def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
     assert last["fits"] and last["change"]["global_batch_size"] == 4 * 48
 
 
-def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "larger"), [(FOUR, "v5e:2x4"), (Target(find_slice("H100:4")), "H100:8")]
+)
+def test_remedies_name_a_larger_slice_in_the_end(target, larger, linear, monkeypatch):
     config = tiny_config(global_batch_size=4 * 10_000)
     memory = {"peak": 99 * GIB, "fits": False, "capacity": 7 * GIB, "temporaries": GIB, "batch": 0}
     monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: {"memory_bytes": memory})
-    figures = {"mesh": {"replica": 1, "data": 4, "fsdp": 1, "tensor": 1}, "remat": "none",
+    mesh = {"replica": 1, "data": target.num_chips, "fsdp": 1, "tensor": 1}
+    figures = {"mesh": mesh, "remat": "none",
                "images_per_way": 10_000, "global_batch_size": 40_000}  # fmt: skip
-    tried = find_remedies(settings_of(config), FOUR, figures)
-    assert tried[-1] == {"change": {"topology": "v5e:2x4"}, "peak_bytes": None, "fits": None}
+    tried = find_remedies(settings_of(config), target, figures)
+    assert tried[-1] == {"change": {"topology": larger}, "peak_bytes": None, "fits": None}
     assert any("optimizer.accum_steps" in remedy["change"] for remedy in tried)
     assert any("global_batch_size" in remedy["change"] for remedy in tried)
 
@@ -898,6 +907,8 @@ def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
         of(tiny_config(seed=1), target),
         of(tiny_config(), Target(find_slice("v5e:2x4"))),
         of(tiny_config(), Target(find_slice("v5e:2x2"), 2)),
+        of(tiny_config(), Target(find_slice("v5e:2x2")._replace(num_hosts=2))),
+        planning.cache_file(settings_of(tiny_config()), target, tried=True),
     }
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_some_flag=true")
     others.add(of(tiny_config(), target))
@@ -906,7 +917,7 @@ def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
     others.add(of(tiny_config(), target))
     monkeypatch.setattr(Target, "is_compiled_for", False)  # without the compiler
     others.add(of(tiny_config(), target))
-    assert len(others | {first}) == 7
+    assert len(others | {first}) == 9
 
 
 def test_several_processes_compile_together(monkeypatch):

@@ -14,7 +14,7 @@ from read_settings import settings_of
 from vit_jax import planning
 from vit_jax.config import Settings, base_config, flatten, with_values
 from vit_jax.config.stored import StoredConfig
-from vit_jax.devices.chips import SLICES, Slice, find_slice
+from vit_jax.devices.chips import CHIPS, SLICES, Slice, find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models.contract import Model
@@ -27,6 +27,7 @@ from vit_jax.planning.search import (
     describe_layout,
     find_layouts,
     find_remedies,
+    meshes,
     rank_layouts,
 )
 from vit_jax.planning.targets import (
@@ -321,8 +322,8 @@ def test_layers_that_recompute_are_scanned_on_gpus(planned):
 
 @pytest.mark.parametrize(
     ("chip", "own", "more"),
-    [("H100:8", {"model.remat": "dots"}, 0.7), ("H100:8", {"model.remat": "full"}, 3.0),
-     ("H100:8", {}, 0.35),
+    [("H100:8", {"model.remat": "dots"}, 0.7), ("H100:8", {"model.remat": "full"}, 2.5),
+     ("H100:8", {}, 0.25),
      ("H100:8", {"model.remat": "full", "model.scan": True}, UNCERTAINTY),
      ("v5e:2x4", {"model.remat": "full"}, UNCERTAINTY)],
     ids=str,
@@ -408,6 +409,18 @@ def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys
 )  # fmt: skip
 def test_the_hardware_is_known_by_its_devices(target):
     assert target_of(describe_devices(target)) == target
+
+
+def test_a_gpu_has_the_memory_that_jax_may_take():
+    (device,) = describe_devices(Target(find_slice("H100:1")))
+    object.__setattr__(device, "memory_stats", lambda: {"bytes_limit": 5})
+    assert target_of([device]).chip == CHIPS["H100"]._replace(usable_bytes=5)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("H100:8", {1, 4}), ("H100:32", {1, 4, 8, 16})])
+def test_fsdp_may_be_one_of_several_hosts_with_gpus(name, sizes):
+    found = meshes(settings_of(config_of()), Target(find_slice(name)))
+    assert {shape["fsdp"] for shape in found} == sizes
 
 
 @pytest.mark.parametrize(

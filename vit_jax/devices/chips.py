@@ -192,16 +192,23 @@ CHIPS: dict[str, Chip] = {
 }  # fmt: skip
 
 
-def product_flops_per_s(chip: str, dtype: str) -> float:
+def product_flops_per_s(chip: str, dtype: str, *, exact: bool = False) -> float:
     """FLOP/s of products of `dtype` (XLA's name) on the GPU `chip`.
 
-    Products of float32 are computed in TF32, at half the speed of bfloat16, where the GPU has it.
+    Products of float32 are computed in TF32, at half the speed of bfloat16, where the GPU has it
+    and they are not `exact` (`precision="highest"`).
     """
     if dtype in ("bf16", "f16"):
         return CHIPS[chip].peak_flops
     gpu = GPUS[chip]
-    has_tf32 = gpu.capability >= (8, 0)
-    return CHIPS[chip].peak_flops / 2 if has_tf32 else gpu.float32_flops
+    in_tf32 = gpu.capability >= (8, 0) and not exact
+    return CHIPS[chip].peak_flops / 2 if in_tf32 else gpu.float32_flops
+
+
+def memory_limit(device: Any) -> int | None:
+    """The bytes of a device that JAX may take; None: unknown, as of a description."""
+    stats: dict[str, int] = getattr(device, "memory_stats", dict)() or {}
+    return stats.get("bytes_limit")
 
 
 def count_chips(devices: Iterable[Any]) -> int:

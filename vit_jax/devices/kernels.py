@@ -83,8 +83,10 @@ def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module
     return model.clone(ops=forms[name])
 
 
-def find_forms(model: nn.Module, mesh: Mesh) -> dict[str, BlockOps]:
+def find_forms(model: nn.Module, mesh: Mesh, platform: str | None = None) -> dict[str, BlockOps]:
     """The forms in which blocks of `model` can compute on the devices of `mesh`, by name.
+
+    `platform`: that of the devices, unless it is given.
 
     The last one is the fastest by calculation:
 
@@ -98,7 +100,7 @@ def find_forms(model: nn.Module, mesh: Mesh) -> dict[str, BlockOps]:
 
     Only on CPUs JAX's default generator draws the masks of dropout.
     """
-    platform = mesh.devices.flat[0].platform
+    platform = platform or mesh.devices.flat[0].platform
     forms = {"plain": BlockOps(attend=choose_attention(platform))}
     if platform == "cpu":
         return forms | {"products": dataclasses.replace(forms["plain"], multiply=multiply_on_cpu)}

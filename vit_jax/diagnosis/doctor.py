@@ -161,13 +161,14 @@ def check_devices(platform: str | None = None) -> Finding:
     """The devices that JAX finds, and their memory; `platform`: `mesh.platform`."""
     import jax
 
+    from vit_jax.devices.chips import memory_limit
     from vit_jax.devices.flops import format_bytes
     from vit_jax.devices.mesh import accelerators_on_host, start_backend
 
     start_backend(platform)
     devices = jax.devices()
     text = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-    if limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"):
+    if limit := memory_limit(jax.local_devices()[0]):
         text += f", {format_bytes(limit)} each"
     unused = accelerators_on_host() if devices[0].platform == "cpu" else []
     if unused and platform != "cpu":
@@ -362,6 +363,7 @@ def estimate_time(run: "Run") -> Finding:
     """
     import jax
 
+    from vit_jax.devices.chips import memory_limit
     from vit_jax.devices.flops import format_bytes
     from vit_jax.diagnosis.benchmarks.rounds import measure
     from vit_jax.diagnosis.benchmarks.step import compile_steps
@@ -373,8 +375,7 @@ def estimate_time(run: "Run") -> Finding:
     number, device = run.experiment.total_steps, run.mesh.local_devices[0]
     with jax.set_mesh(run.mesh), Batches(run, 0) as batches:
         take_steps, _, memory = compile_steps(run.experiment, run.settings.data.num_classes)
-        free = (device.memory_stats() or {}).get("bytes_limit")
-        free = free or psutil.virtual_memory().available // run.mesh.size
+        free = memory_limit(device) or psutil.virtual_memory().available // run.mesh.size
         if memory.total > free:
             text = f"no estimate: a step needs {format_bytes(memory.total)} a device; free: "
             remedy = "try a smaller global_batch_size, or `vit_jax plan` for larger devices"

@@ -9,17 +9,23 @@ import platform
 # Packages whose version may change the computation or the order in which data are read.
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy",
             "tensorflow", "tensorflow-cpu", "tensorflow-datasets")  # fmt: skip
+# The compiler for GPUs and its libraries, which are named where they are installed.
+CUDA_PACKAGES = (
+    "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "nvidia-cublas-cu12", "nvidia-cublas", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
+)  # fmt: skip
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables read by the compilers
 
 
 def software() -> dict[str, str]:
     """{name: version} of this code, Python and packages, and {name: value} of compiler flags."""
     found = {"code of vit_jax": code_digest()[:16], "Python": platform.python_version()}
-    for name in PACKAGES:
+    for name in PACKAGES + CUDA_PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            if name in PACKAGES:
+                found[name] = "not installed"
     for name in FLAGS:
         # Hosts may dump compiled programs to different places.
         flags = [flag for flag in os.environ.get(name, "").split() if "dump" not in flag]

@@ -81,7 +81,7 @@ def choose_attention(platform: str) -> Attend:
 
     The TPU compiler optimises the plain form better: by its own estimate, a training step of
     ViT-B/16 on v5e takes 113.5 instead of 135.3 million cycles, and 156.0 instead of 186.2 with
-    full remat. docs/explanation/plans.md has other sizes and layouts, and the command.
+    full remat. docs/explanation/attention.md has other sizes and layouts, and the command.
     """
     return plain_attention if platform == "tpu" else dot_product_attention
 

@@ -48,7 +48,8 @@ def plan(
 
 
 def _plan(settings: Settings, target: Target, devices: Sequence[Any] | None) -> dict[str, Any]:
-    cached = cache_file(settings, target)
+    on_gpus = devices is not None and target.chip.is_gpu  # which choose kernels by trying them
+    cached = cache_file(settings, target, tried=on_gpus)
     is_alone = devices is None or jax.process_count() == 1
     if is_alone and cached.exists():
         return json.loads(cached.read_text())
@@ -67,13 +68,17 @@ def is_cached(settings: Settings, target: Target) -> bool:
     return all(cache_file(run, target).exists() for run in settings.by_stage)
 
 
-def cache_file(settings: Settings, target: Target) -> pathlib.Path:
-    """The cache file of the plan of `settings` for `target`, named by a hash of all its inputs."""
+def cache_file(settings: Settings, target: Target, *, tried: bool = False) -> pathlib.Path:
+    """The cache file of the plan of `settings` for `target`, named by a hash of all its inputs.
+
+    `tried`: the compiler has tried kernels on the devices.
+    """
     said = [
         settings.values,
-        target.slice.name,
+        *target.slice,
         target.num_slices,
         *([] if target.is_compiled_for else ["calculated"]),
+        *(["tried"] if tried else []),
         *filter(None, [target.measured]),
         software() | digests(settings.run.plugins),
         *[_describe(teacher.model) for teacher in abstract_teachers(settings)],

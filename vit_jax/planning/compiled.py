@@ -184,9 +184,10 @@ def scheduled_s(program: hlo.Program, mesh: Mesh, target: Target) -> dict[str, f
 
 def bounds_of(work: hlo.Work, target: Target) -> dict[str, float]:
     """The least seconds of a GPU's kernel by its products, and by its bytes in memory."""
-    products = work.flops.items()
+    chip, products = target.slice.chip, work.flops.items()
+    times = (n / product_flops_per_s(chip, dtype, exact=exact) for (dtype, exact), n in products)
     return {
-        "flops": sum(n / product_flops_per_s(target.slice.chip, kind) for kind, n in products),
+        "flops": sum(times),
         "hbm": work.bytes / target.chip.hbm_bytes_per_s,
     }
 

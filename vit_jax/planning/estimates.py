@@ -83,7 +83,8 @@ def _add_up(stages: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         name: sum(run[name] * run["hours"] for run in runs) / hours
         for name in ("mfu", "images_per_s")
     }
-    return runs[-1] | sums | means | {"step_s": hours * goodput * 3600 / steps}
+    longest = max(runs, key=lambda run: run["hours"])
+    return longest | sums | means | {"step_s": hours * goodput * 3600 / steps}
 
 
 def _cycles_per_s(figures: Mapping[str, Any], chip: Chip) -> float | None:

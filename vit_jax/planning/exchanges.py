@@ -144,9 +144,8 @@ class _Exchanges:
                 "kind": kind,
                 "axes": [axis],
                 "network": networks[axis],
-                "asynchronous": target.chip.is_gpu
-                or networks[axis] == "DCN"
-                or (kind in _HIDDEN and not of_update),
+                "asynchronous": networks[axis] == "DCN"
+                or (not of_update and (target.chip.is_gpu or kind in _HIDDEN)),
                 "count": self._counts[kind, axis, of_update],
                 "bytes": number,
                 "sent_bytes": number
@@ -300,4 +299,5 @@ def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:
         return "DCN" if axis == "replica" and target.num_slices > 1 else "ICI"
     # The devices along the mesh's last axes are neighbours.
     within = math.prod(shape[inner] for inner in AXES[AXES.index(axis) :])
-    return target.chip.fast_network if within <= target.slice.chips_per_host else "network"
+    is_on_host = target.slice.chips_per_host % within == 0
+    return target.chip.fast_network if is_on_host else "network"

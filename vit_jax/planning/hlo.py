@@ -14,7 +14,7 @@ import numpy as np
 
 from vit_jax.planning.instructions import Instruction, Place, called_by, parameters, parse
 from vit_jax.planning.padding import real_share
-from vit_jax.planning.products import count_flops, dtype_of, target_of_call
+from vit_jax.planning.products import count_flops, dtype_of, is_exact, target_of_call
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
                "collective-broadcast")  # fmt: skip
@@ -61,14 +61,14 @@ class Work:
     name: the instruction's.
     kind: the function that it calls, the kind of a fusion, or its opcode.
     count: number of executions per step.
-    flops: {dtype of the operands: FLOPs} of its products.
+    flops: {(dtype of the operands, whether it is exact): FLOPs} of its products.
     bytes: read from and written to HBM.
     """
 
     name: str
     kind: str
     count: int
-    flops: Counter[str]
+    flops: Counter[tuple[str, bool]]
     bytes: int
 
 
@@ -204,10 +204,11 @@ class Program:
             if not place.within and each.opcode not in _FREE and not each.opcode.endswith("-done"):
                 number = self._bytes_of(each, siblings)
                 found.append(Work(each.name, _kind(each), place.count, Counter(), number))
-            real = [real_share(place, name, self._computations) for name in each.operands[:2]]
-            flops = count_flops(each.opcode, each.attributes, each.type, types, real)
-            if flops:
-                found[-1].flops[dtype_of(types[0])] += flops * place.count // found[-1].count
+            if count_flops(each.opcode, each.attributes, each.type, types):
+                real = [real_share(place, name, self._computations) for name in each.operands[:2]]
+                flops = count_flops(each.opcode, each.attributes, each.type, types, real)
+                kind = dtype_of(types[0]), is_exact(each.attributes)
+                found[-1].flops[kind] += flops * place.count // found[-1].count
         return found
 
     def _bytes_of(self, each: Instruction, siblings: Mapping[str, Instruction]) -> int:

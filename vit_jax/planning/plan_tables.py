@@ -11,6 +11,7 @@ from vit_jax.planning.recipe_costs import Affordable, stage_after
 
 _SMALL = 0.01  # share of the time of all kernels, below which a kind has no row
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
+_TIME_BY = {"compiler": "compiler", "by_kernel": "kernels", "at_utilisation": "40% of peak"}
 
 
 def answer(figures: dict[str, Any]) -> str:
@@ -263,7 +264,7 @@ def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) 
         for row in rows:
             where = row["slice"] + " (may not fit)" * (row["fits"] == "maybe")
             hours, cost = _amount(row["hours"], ",.3g", 0.01), _amount(row["cost"], ",.2f", 0.01)
-            table.add_row(row["recipe"], where, row["by"], hours, cost)
+            table.add_row(row["recipe"], where, _TIME_BY[row["time_by"]], hours, cost)
         said += [table, f"Hours: {_what_counts(rows[0]['goodput'])}. A plan with --config=RECIPE "
                  "has all figures of a recipe."]  # fmt: skip
     else:

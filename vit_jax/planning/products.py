@@ -12,6 +12,7 @@ from vit_jax.devices.flops import CUDNN_PRODUCTS
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_EXACT = re.compile(r'operand_precision"?[=:][{\["]+highest', re.IGNORECASE)
 # The places of input, kernel and output in (result, operand 0, operand 1) of a convolution.
 _CONVOLUTIONS = {
     "__cudnn$convForward": (1, 2, 0),
@@ -58,6 +59,11 @@ def count_flops(
         logits = _numbers_of('"intermediate_tensor_shape".*?"dimensions', attributes)
         return 2 * CUDNN_PRODUCTS[target] * math.prod(logits) * shape_of(operands[0])[-1]
     return 0
+
+
+def is_exact(attributes: str) -> bool:
+    """Whether a product has `precision="highest"`, in XLA's attributes or those of a call."""
+    return _EXACT.search(attributes) is not None
 
 
 def dtype_of(kind: str) -> str:

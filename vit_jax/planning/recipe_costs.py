@@ -16,7 +16,10 @@ _SECOND_STAGES = {
 
 
 def read_costs() -> list[dict[str, str]]:
-    """The rows of the table: a recipe on a slice, by calculation or (later rows) by a compiler."""
+    """The rows of the table: a recipe on a slice, by calculation or (later rows) by a compiler.
+
+    `time_by` is the estimate that its time is from; see `estimates.estimate`.
+    """
     with TABLE.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -38,10 +41,10 @@ def stage_after(recipe: str) -> str | None:
 class Affordable(NamedTuple):
     """What a budget pays for.
 
-    rows: the cheapest first, each {"recipe", "by", "slice", "fits", "goodput", "hours",
+    rows: the cheapest first, each {"recipe", "by", "time_by", "slice", "fits", "goodput", "hours",
       "chip_hours", "cost"}.
-    shares: the least and the most time of a compiled recipe, as shares of its calculated time;
-      None: there is none to compare.
+    shares: the least and the most time by the compiler's cycles or by kernels, as shares of the
+      recipe's calculated time; None: there is none to compare.
     perhaps: recipes that cost more by calculation, but less with the least share of the time.
     """
 
@@ -74,7 +77,8 @@ def affordable(
     calculated, compiled = by.values()
     shares = [
         float(row["chip_hours"]) / float(calculated[recipe]["chip_hours"])
-        for recipe, row in compiled.items() if recipe in calculated
+        for recipe, row in compiled.items()
+        if recipe in calculated and row["time_by"] != "at_utilisation"
     ]  # fmt: skip
     least = min(shares, default=1.0)
     between = (least, max(shares)) if shares else None
@@ -86,7 +90,7 @@ def affordable(
         if row["fits"] == "no":
             continue
         if cost <= budget:
-            figures = {key: row[key] for key in ("recipe", "by", "slice", "fits")}
+            figures = {key: row[key] for key in ("recipe", "by", "time_by", "slice", "fits")}
             hours = chip_hours / find_slice(row["slice"]).num_chips
             run = {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
             rows.append(figures | run)

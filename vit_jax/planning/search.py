@@ -37,7 +37,7 @@ from vit_jax.planning.targets import Target, batch_ways, described_mesh, target_
 
 logger = logging.getLogger("vit_jax")
 
-_FSDP = (1, 4, 16, 64)  # over more chips the compiler gathers weights by all-reduces
+_FSDP = (1, 4, 16, 64)  # over more TPUs the compiler gathers weights by all-reduces
 _TRIES = 6  # batch sizes to try for one mesh and one remat policy
 _LAYER_TRIES = 4  # numbers of recomputed layers to try for one mesh
 
@@ -60,10 +60,16 @@ def _calculate(settings: Settings, target: Target) -> dict[str, Any]:
 
 
 def meshes(settings: Settings, target: Target) -> list[dict[str, int]]:
-    """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64."""
+    """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64.
+
+    Of several hosts with GPUs fsdp may be one host too, whose network is the fastest.
+    """
     own = described_mesh(settings, target).shape
     rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
-    splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
+    sizes = {*_FSDP}
+    if target.chip.is_gpu and target.slice.num_hosts > 1:
+        sizes.add(target.slice.chips_per_host)
+    splits = {own["fsdp"]} | {fsdp for fsdp in sizes if rest % fsdp == 0}
     return [dict(own) | {"fsdp": fsdp, "data": rest // fsdp} for fsdp in sorted(splits)]
 
 
@@ -153,8 +159,11 @@ def find_remedies(
         batch = largest["memory_bytes"]["fits"] and largest["global_batch_size"]
     least = batch_ways(figures["mesh"]) * settings.optimizer.accum_steps
     tried += _try(settings, both | {"global_batch_size": batch or least}, target, calculate)
-    same = [other for other in SLICES.values() if other.chip == target.slice.chip]
-    larger = next((other.name for other in same if other.num_chips > target.slice.num_chips), None)
+    chip, number = target.slice.chip, target.slice.num_chips
+    same = [other for other in SLICES.values() if other.chip == chip]
+    larger = next((other.name for other in same if other.num_chips > number), None)
+    if target.chip.is_gpu:
+        larger = f"{chip}:{2 * number}"
     if larger is not None and not any(each["fits"] for each in tried):
         tried.append({"change": {"topology": larger}, "peak_bytes": None, "fits": None})
     return tried

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from vit_jax.config import Settings
-from vit_jax.devices.chips import CHIPS, SLICES, Chip, Slice, count_chips
+from vit_jax.devices.chips import CHIPS, SLICES, Chip, Slice, count_chips, memory_limit
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.devices.mesh import (
     AXES,
@@ -37,7 +37,7 @@ class Target(NamedTuple):
     """The hardware that a run is planned for: `num_slices` slices of one kind.
 
     may_compile: whether to use its compiler, which takes minutes.
-    measured: the chip by a certificate; None: by its vendor.
+    measured: the chip by a certificate, or with the memory that JAX may take; None: by its vendor.
     scale: of activations, by a certificate; see `kept.peak_bytes`.
     """
 
@@ -166,7 +166,11 @@ def target_of(devices: Sequence[Any]) -> Target | None:
     number, num_slices = count_chips(devices), count_slices(devices)
     if CHIPS[chip].is_gpu:
         hosts = len({host_of_gpu(device) for device in devices})
-        return Target(Slice(f"{chip}:{number}", chip, number, hosts))
+        target = Target(Slice(f"{chip}:{number}", chip, number, hosts))
+        # Several processes plan by the usual share, as each must choose the same layout.
+        limit = memory_limit(devices[0]) if jax.process_count() == 1 else None
+        own = None if limit is None else CHIPS[chip]._replace(usable_bytes=limit)
+        return target._replace(measured=own)
     sides = [max(at) - min(at) + 1 for at in zip(*(d.coords for d in devices), strict=True)]
     name = f"{chip}:{'x'.join(map(str, sides))}"
     found = SLICES.get(name) or SLICES.get(name.removesuffix("x1"))

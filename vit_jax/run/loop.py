@@ -19,6 +19,7 @@ from vit_jax.checkpoints.history import read_history
 from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops, sharding
+from vit_jax.devices.chips import memory_limit
 from vit_jax.devices.kept import Leaf, all_bytes, peak_bytes
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
@@ -317,7 +318,7 @@ def _memory_there(run: Run) -> _MemoryThere:
     devices = run.mesh.local_devices
     if devices[0].platform == "cpu":
         return _MemoryThere(psutil.virtual_memory().total, "this host", len(devices))
-    return _MemoryThere((devices[0].memory_stats() or {}).get("bytes_limit"), "a device", 1)
+    return _MemoryThere(memory_limit(devices[0]), "a device", 1)
 
 
 def warn_of_memory(run: Run, expected: int, before: int = 0) -> None:
