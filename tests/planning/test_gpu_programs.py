@@ -21,7 +21,7 @@ from vit_jax.config.text import load_config
 from vit_jax.devices import kernels
 from vit_jax.devices.chips import CHIPS, find_slice, product_flops_per_s
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
-from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
+from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory, uncertainty_of
 from vit_jax.planning.compiled import (
     collective_table,
     compile_plan,
@@ -387,22 +387,26 @@ KINDS = {
 
 
 # Their calculated peaks are too low: big heads, and standardised weights computed again.
-TOO_LOW = {("DINO", "dots"), ("DINO", "full"), ("BiT", "full")}
+TOO_LOW = {("DINO", "dots"): 0.8, ("DINO", "full"): 0.7, ("BiT", "full"): 0.75}
 
 
 @needs_cuda
 @pytest.mark.gpu
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_calculated_peaks_are_close_to_the_compilers(kind, remat):
-    """Of scans: unrolled layers take as much memory as the device has to spare."""
+@pytest.mark.parametrize(
+    ("kind", "remat", "scan"),
+    [*((kind, remat, True) for kind in KINDS for remat in ("none", "dots", "full")),
+     *((kind, "none", False) for kind in ("B", "BiT", "MAE"))],
+)  # fmt: skip
+def test_calculated_peaks_are_close_to_the_compilers(kind, remat, scan):
+    """With remat only those of scans: unrolled layers take as much as the device has to spare."""
     words, changes = KINDS[kind]
     config = load_config(words)
-    config.update_from_flattened_dict(changes | {"model.scan": True, "model.remat": remat})
+    config.update_from_flattened_dict(changes | {"model.scan": scan, "model.remat": remat})
     config = with_known_facts(config)
     compiled = compile_plan(settings_of(config), H100._replace(may_compile=True))["memory_bytes"][
         "peak"
     ]
     found = calculate_memory(settings_of(config), H100)["peak"]
-    least = 0.7 if (kind, remat) in TOO_LOW else 1 / (1 + UNCERTAINTY)
+    usual = 1 / (1 + uncertainty_of(settings_of(config), H100))
+    least = TOO_LOW.get((kind, remat), usual) if scan else usual
     assert least * compiled < found < compiled * (1 + UNCERTAINTY)
