@@ -10,7 +10,7 @@ planned TPU-core-days, fits the law of arXiv:2106.04560, equation 1, without the
 family, and predicts that run. Figure 5 of arXiv:2010.11929 makes this comparison for pretraining on
 JFT-300M, by the accuracy after fine-tuning.
 
-What it costs on other chips: add --plan=v5e:2x2. How it works: docs/explanation/scaling.md.
+What it costs on other chips: add --plan=v5e:1x1. How it works: docs/explanation/scaling.md.
 """
 
 from vit_jax.config import classification

@@ -9,8 +9,8 @@ import types
 
 import jax
 import pytest
-from at_fault import at_fault
 
+from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import CHIPS, SLICES, count_chips, find_slice
 from vit_jax.devices.flops import PEAK_FLOPS, mfu
 from vit_jax.planning.targets import Target, describe_devices
@@ -54,11 +54,13 @@ def test_accelerator_types_of_google_cloud_name_slices(accelerator_type, name):
         ("H100", "needs 1, 2, 4"),
         ("v6:4x4", r"no such slice; known: v6e:1x1,[\dx,]*,16x16$"),
         ("h100x8", "no such slice; known: H100:NUMBER; "),
+        ("A100-80GB:8", "no such slice; known: A100:NUMBER; A100-PCIe:NUMBER; A100-40GB"),
     ],
 )
 def test_other_names_are_refused_with_the_list(name, message):
-    with at_fault("--topology"):
+    with pytest.raises(InputError, match=message) as refused:
         find_slice(name)
+    assert str(refused.value).startswith("--topology=")
 
 
 def test_chips_can_use_no_more_than_they_have():

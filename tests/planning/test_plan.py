@@ -483,7 +483,7 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     assert main(["plan", "--budget=320", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "the compiler's" not in shown and "calculation only" not in shown
-    assert "stage" not in shown
+    assert "stage" not in shown and "Fit in no layout: b." in shown
     table.write_text(table.read_text().replace(",c,", ',"mae:c",') + (
         'calculation,v5e:4x4,"mae:c,finetune",yes,16,at_utilisation\n'
     ))  # fmt: skip
@@ -503,6 +503,13 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     assert "no costs are known for its chips; v5e:4x4, H100:8 are" in capsys.readouterr().err
     assert main(["plan", "--budget=320"]) == main(["plan", "--budget=320", TINY, *words]) == 2
     assert "--budget: lists shipped recipes; leave out --config" in capsys.readouterr().err
+    table.write_text("\n".join(line for line in table.read_text().split("\n") if "mae" not in line))
+    assert main(["plan", "--budget=320", *words]) == 0
+    assert "of the calculated time" not in capsys.readouterr().out  # no row is calculated
+    for flag in ("--budget=-1", "--budget=much"):
+        with pytest.raises(SystemExit):
+            main(["plan", flag, *words])
+        assert "needs a number from 0 on" in capsys.readouterr().err
 
 
 def test_estimate_without_cycles():

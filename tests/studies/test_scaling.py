@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from studied import config_of, csv_of, done, keys_at_fault, overrides_of, report_of, study_of
 
+from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import find_slice
 from vit_jax.planning.targets import Target
 from vit_jax.studies import law, planned
@@ -128,6 +129,9 @@ def test_a_plan_has_a_row_for_each_member_and_plans_each_step_once(config, monke
     assert float(rows[0]["cost"]) == pytest.approx(2 * hours[0], rel=0.01)
     assert float(rows[0]["TPU-core-days"]) == pytest.approx(hours[0] / 24, rel=0.01)
     assert (total["member"], total["steps"]) == ("all 4", "150")
-    config.study.topology = "v5e:1x1"
+    config.global_batch_size = 9
+    with pytest.raises(InputError, match="can be planned: global_batch_size=9: "):
+        planned.plan_members(study_of(config), planned.Planner(Target(find_slice("H100:2")), 2.0))
+    config.global_batch_size, config.study.topology = 8, "v5e:1x1"
     report = report_of(config, dict(list(results_of(config).items())[:2]))
     assert report.columns[4] == "TPU-core-days of v5e:1x1" and report.texts[0][4] != "-"

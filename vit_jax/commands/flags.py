@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -56,6 +57,17 @@ def positive_int(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"got {text!r}; needs a positive int, up to {2**31 - 1}")
     return int(text)
+
+
+def amount(text: str) -> float:
+    """The `type` of a flag that takes an amount of money."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs a number from 0 on, e.g. 1.5")
+    return found
 
 
 def define_data_flags(parser: argparse.ArgumentParser) -> None:

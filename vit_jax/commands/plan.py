@@ -24,6 +24,7 @@ from rich.console import Console
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
+    amount,
     define_config_flags,
     define_format_flag,
     load_valid_config,
@@ -43,7 +44,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num_slices", type=int, default=1, help="TPU slices, joined by DCN")
     define_format_flag(parser)
-    parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
+    parser.add_argument("--price_per_chip_hour", type=amount, help="in any currency; adds the cost")
     parser.add_argument(
         "--goodput_of", metavar="RUN", help="run, or folder of runs; adds their time beside steps"
     )
@@ -53,7 +54,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "CPU's needs no --topology",
     )  # fmt: skip
     parser.add_argument(
-        "--budget", type=float, help="list shipped recipes that cost no more on chips of --topology"
+        "--budget",
+        type=amount,
+        help="list shipped recipes that cost no more on chips of --topology",
     )
     parser.add_argument(
         "--search", nargs="?", const="layout", choices=("layout", "batch"),

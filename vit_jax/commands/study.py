@@ -40,6 +40,7 @@ from rich.console import Console
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
+    amount,
     define_config_flags,
     load_valid_config,
     require_flags,
@@ -63,7 +64,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", metavar="SLICE", help="run nothing; plan the cost on these chips, e.g. v5e:4x4"
     )
-    parser.add_argument("--price_per_chip_hour", type=float, help="with --plan: adds the price")
+    parser.add_argument("--price_per_chip_hour", type=amount, help="with --plan: adds the price")
     parser.add_argument(
         "--again", action="store_true", help="hand over unfinished members once more"
     )

@@ -311,7 +311,8 @@ def find_slice(name: str, flag: str = "--topology") -> Slice:
     shapes = {kind.lower(): says for kind, says in tpus.items()}
     shapes |= {kind.lower(): f"{kind}:NUMBER" for kind in gpus}
     kind = chip.lower()
-    near = [kind] if kind in shapes else difflib.get_close_matches(kind, shapes)
+    cards = [known for known in shapes if known.partition("-")[0] == kind.partition("-")[0]]
+    near = [kind] if kind in shapes else cards or difflib.get_close_matches(kind, shapes)
     listed = [shapes[kind] for kind in near or shapes]
     raise InputError(f"{flag}={name}: no such slice; known: {'; '.join(listed)}")
 

@@ -36,7 +36,7 @@ def _time(run: dict[str, Any]) -> str:
     cost = "" if run["cost"] is None else f", cost {_amount(run['cost'], ',.2f', 0.01)}"
     hours = f"{_amount(run['hours'], ',.3g')} hours ({_what_counts(run['goodput'])})"
     return (
-        f"{run['step_s'] * 1e3:,.4g} ms a step, MFU {run['mfu']:.0%}; "
+        f"{_ms(run['step_s'])} a step, MFU {run['mfu']:.0%}; "
         f"{hours}, {_amount(run['chip_hours'])} chip-hours{cost}"
     )
 
@@ -47,7 +47,11 @@ def _what_counts(goodput: float | None) -> str:
 
 def _amount(amount: float, form: str = ",.4g", least: float = 0.001) -> str:
     """Hours or money; what is below `least` is worth no digits."""
-    return f"under {least}" if 0 < amount < least else f"{amount:{form}}"
+    if 0 < amount < least:
+        return f"under {least}"
+    if amount >= 1000 and form.endswith("g"):  # whole, not 1e+03
+        form = ",.0f"
+    return f"{amount:{form}}"
 
 
 def _remedy(remedies: list[dict[str, Any]]) -> str:
@@ -206,7 +210,7 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     if run["by"] == "by_kernel":
         share = "by the roofline of each kernel"
     rows = {
-        "step": f"{run['step_s'] * 1e3:,.4g} ms",
+        "step": _ms(run["step_s"]),
         "MFU": f"{run['mfu']:.1%}",
         "images/s": f"{run['images_per_s']:,.0f}",
         "hours": _amount(run["hours"]),
@@ -218,9 +222,10 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
         rows["cost"] = _amount(run["cost"], ",.2f", 0.01)
     if (by_kernel := estimate["by_kernel"]) is not None:
         rows["step, each kernel by its roofline"] = _ms(by_kernel["step_s"])
+        rows["of it waits for exchanges"] = _ms(by_kernel["collectives_added_s"])
         rows["MFU, each kernel by its roofline"] = f"{by_kernel['mfu']:.1%}"
     bound = f"bound by {roofline['bound_by']}"
-    rows["step, by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
+    rows["step, by the roofline"] = f"{_ms(roofline['step_s'])}, {bound}"
     rows["MFU, by the roofline"] = f"{roofline['mfu']:.1%}"
     return _pairs(f"Estimates {share}", rows)
 
@@ -285,6 +290,8 @@ def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) 
             f"These are costs on {rows[0]['slice']}: other numbers of chips take other times, and "
             "fewer may be too small."
         )
+    if found.too_large:
+        said.append(f"Fit in no layout: {', '.join(found.too_large)}.")
     if without:
         said.append(f"Without costs on these chips: {', '.join(without)}.")
     return said
@@ -314,7 +321,7 @@ def _bytes(number: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.4g} ms"
+    return f"{_amount(seconds * 1e3, least=0.0)} ms"
 
 
 def _flops(number: float) -> str:

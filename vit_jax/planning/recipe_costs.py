@@ -44,13 +44,15 @@ class Affordable(NamedTuple):
     rows: the cheapest first, each {"recipe", "by", "time_by", "slice", "fits", "goodput", "hours",
       "chip_hours", "cost"}.
     shares: the least and the most time by the compiler's cycles or by kernels, as shares of the
-      recipe's calculated time; None: there is none to compare.
+      recipe's calculated time; None: there is none to compare, or no row is calculated.
     perhaps: recipes that cost more by calculation, but less with the least share of the time.
+    too_large: recipes that fit the slice in no layout.
     """
 
     rows: list[dict[str, Any]]
     shares: tuple[float, float] | None
     perhaps: list[str]
+    too_large: list[str]
 
 
 def affordable(
@@ -81,19 +83,20 @@ def affordable(
         if recipe in calculated and row["time_by"] != "at_utilisation"
     ]  # fmt: skip
     least = min(shares, default=1.0)
-    between = (least, max(shares)) if shares else None
     rows: list[dict[str, Any]] = []
-    perhaps = []
+    perhaps, too_large = [], []
     for recipe, row in (calculated | compiled).items():
         chip_hours = float(row["chip_hours"]) / (goodput or 1.0)
         cost = chip_hours * price_per_chip_hour
         if row["fits"] == "no":
-            continue
-        if cost <= budget:
+            too_large.append(recipe)
+        elif cost <= budget:
             figures = {key: row[key] for key in ("recipe", "by", "time_by", "slice", "fits")}
             hours = chip_hours / find_slice(row["slice"]).num_chips
             run = {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
             rows.append(figures | run)
         elif recipe not in compiled and cost * least <= budget:
             perhaps.append(recipe)
-    return Affordable(sorted(rows, key=lambda row: row["cost"]), between, perhaps)
+    calculates = perhaps or any(row["by"] == "calculation" for row in rows)
+    between = (least, max(shares)) if shares and calculates else None
+    return Affordable(sorted(rows, key=lambda row: row["cost"]), between, perhaps, too_large)

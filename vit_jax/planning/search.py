@@ -184,7 +184,7 @@ def _changes(
         "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
     }  # fmt: skip
     share, accum = figures["images_per_way"], settings.optimizer.accum_steps
-    parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
+    parts = [accum * times for times in (2, 4, 8, 16, 32) if share % (accum * times) == 0]
     both = full | split
     tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
     return both, tries
@@ -211,14 +211,19 @@ def _try(
 
 def _calculated_batch(settings: Settings, target: Target) -> int | None:
     """The largest batch that surely fits by calculation, or None."""
-    memory = _calculate(settings, target)["memory_bytes"]
     ways = batch_ways(described_mesh(settings, target).shape)
-    growing = memory["batch"] + memory["temporaries"]
-    # 0.999, because `growing` is not quite linear.
-    certain = 0.999 * memory["capacity"] / (1 + uncertainty_of(settings, target))
-    room = max(int(certain) - memory["peak"] + growing, 0)
-    images = min(settings.run.global_batch_size // ways * room // growing, LARGEST_BATCH // ways)
-    return ways * _round_down(images, settings.optimizer.accum_steps) or None
+    batch = most = min(settings.run.global_batch_size, LARGEST_BATCH)
+    for _ in range(2):  # the second time from nearby, because `growing` is not quite linear
+        near = settings.with_values({"global_batch_size": batch})
+        memory = _calculate(near, target)["memory_bytes"]
+        growing = memory["batch"] + memory["temporaries"]
+        certain = 0.999 * memory["capacity"] / (1 + uncertainty_of(settings, target))
+        room = max(int(certain) - memory["peak"] + growing, 0)
+        images = min(batch * room // growing, most) // ways
+        batch = ways * _round_down(images, settings.optimizer.accum_steps)
+        if not batch:
+            return None
+    return batch
 
 
 def find_layouts(
@@ -229,7 +234,7 @@ def find_layouts(
     price_per_chip_hour: float | None = None,
     goodput: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Layouts for the config's global batch, the fastest that fit first.
+    """Layouts for the config's global batch, the fastest that fit first; then by exchanges.
 
     A key of LAYOUT_KEYS that the config sets itself keeps its value. With `batches` the layouts are
     all meshes with all remat policies instead, each with the largest batch that fits. The price and
@@ -239,13 +244,16 @@ def find_layouts(
     found = _largest_batches(settings, target) if batches else _layouts(settings, target, plan)
     rows = []
     for changes, figures in found:
-        memory = figures["memory_bytes"]
+        memory, order = figures["memory_bytes"], (0.0, 0.0)
         row = {"changes": changes, "fits": memory["fits"], "peak_bytes": memory["peak"]}
         row |= {key: figures[key] for key in _SHOWN}
         if memory["fits"]:
-            row["estimate"] = estimate(figures, price_per_chip_hour, goodput)["run"]
-        rows.append(row)
-    return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
+            times = estimate(figures, price_per_chip_hour, goodput)
+            row["estimate"], kernels = times["run"], times["by_kernel"]
+            finer = kernels["step_s"] if kernels else times["roofline"].get("collectives_s", 0.0)
+            order = -row["estimate"]["images_per_s"], finer
+        rows.append((order, row))
+    return [row for _, row in sorted(rows, key=lambda each: each[0])]
 
 
 def _largest_batches(

@@ -106,6 +106,8 @@ def plan_members(study: Study, planner: Planner) -> Report:
     """A row for each training run of a study, and the total of those that could be planned.
 
     Members that depend on results are planned as if all before them had finished equally well.
+
+    Raises: InputError: the chips suit no training run.
     """
     plans: list[dict[str, Any]] = []
     rows: list[dict[str, str]] = []
@@ -120,6 +122,9 @@ def plan_members(study: Study, planner: Planner) -> Report:
         plans.append(plan)
         note = {} if plan["fits"] else {"note": "does not fit"}
         rows.append({"member": member.name, **_format(plan, f"{plan['step_s'] * 1e3:.3g}"), **note})
+    if rows and not plans:
+        fault = rows[0]["note"].removeprefix("not planned: ")
+        raise InputError(f"no training run of the study can be planned: {fault}")
     known = [name for name in COSTS if plans and plans[0][name] is not None]
     totals = {name: sum(plan[name] for plan in plans) for name in ("steps", *known)}
     return Report([*rows, {"member": f"all {len(plans)}", **_format(totals, "")}])
