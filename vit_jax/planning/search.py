@@ -62,7 +62,7 @@ def _calculate(settings: Settings, target: Target) -> dict[str, Any]:
 def meshes(settings: Settings, target: Target) -> list[dict[str, int]]:
     """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64.
 
-    Of several hosts with GPUs fsdp may be one host too, whose network is the fastest.
+    On several hosts with GPUs fsdp may also be one host, within which exchanges are fastest.
     """
     own = described_mesh(settings, target).shape
     rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
@@ -161,9 +161,8 @@ def find_remedies(
     tried += _try(settings, both | {"global_batch_size": batch or least}, target, calculate)
     chip, number = target.slice.chip, target.slice.num_chips
     same = [other for other in SLICES.values() if other.chip == chip]
-    larger = next((other.name for other in same if other.num_chips > number), None)
-    if target.chip.is_gpu:
-        larger = f"{chip}:{2 * number}"
+    larger = f"{chip}:{2 * number}" if target.chip.is_gpu else None
+    larger = larger or next((other.name for other in same if other.num_chips > number), None)
     if larger is not None and not any(each["fits"] for each in tried):
         tried.append({"change": {"topology": larger}, "peak_bytes": None, "fits": None})
     return tried
@@ -214,8 +213,11 @@ def _calculated_batch(settings: Settings, target: Target) -> int | None:
     ways = batch_ways(described_mesh(settings, target).shape)
     batch = most = min(settings.run.global_batch_size, LARGEST_BATCH)
     for _ in range(2):  # the second time from nearby, because `growing` is not quite linear
-        near = settings.with_values({"global_batch_size": batch})
-        memory = _calculate(near, target)["memory_bytes"]
+        try:
+            near = settings.with_values({"global_batch_size": batch})
+            memory = _calculate(near, target)["memory_bytes"]
+        except InputError:  # such as the batch of a stage, which the devices do not divide
+            break
         growing = memory["batch"] + memory["temporaries"]
         certain = 0.999 * memory["capacity"] / (1 + uncertainty_of(settings, target))
         room = max(int(certain) - memory["peak"] + growing, 0)
