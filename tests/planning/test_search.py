@@ -416,6 +416,12 @@ def test_a_gpu_has_the_memory_that_jax_may_take():
     object.__setattr__(device, "memory_stats", lambda: {"bytes_limit": 5})
     assert target_of([device]).chip == CHIPS["H100"]._replace(usable_bytes=5)
 
+    def refuse():
+        raise RuntimeError("INVALID_ARGUMENT: MemoryStats is only supported for addressable devices")
+
+    object.__setattr__(device, "memory_stats", refuse)
+    assert target_of([device]).chip == CHIPS["H100"]
+
 
 @pytest.mark.parametrize(("name", "sizes"), [("H100:8", {1, 4}), ("H100:32", {1, 4, 8, 16})])
 def test_fsdp_may_be_one_of_several_hosts_with_gpus(name, sizes):

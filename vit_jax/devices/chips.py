@@ -206,8 +206,11 @@ def product_flops_per_s(chip: str, dtype: str, *, exact: bool = False) -> float:
 
 
 def memory_limit(device: Any) -> int | None:
-    """The bytes of a device that JAX may take; None: unknown, as of a description."""
-    stats: dict[str, int] = getattr(device, "memory_stats", dict)() or {}
+    """The bytes of a device that JAX may take; None: unknown, as of one that is only described."""
+    try:
+        stats: dict[str, int] = getattr(device, "memory_stats", dict)() or {}
+    except RuntimeError:  # of a device for which JAX only compiles
+        return None
     return stats.get("bytes_limit")
 
 
