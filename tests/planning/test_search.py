@@ -425,8 +425,10 @@ def test_a_gpu_has_the_memory_that_jax_may_take():
 
 @pytest.mark.parametrize(("name", "sizes"), [("H100:8", {1, 4}), ("H100:32", {1, 4, 8, 16})])
 def test_fsdp_may_be_one_of_several_hosts_with_gpus(name, sizes):
-    found = meshes(settings_of(config_of()), Target(find_slice(name)))
-    assert {shape["fsdp"] for shape in found} == sizes
+    target = Target(find_slice(name), may_compile=False)
+    settings = settings_of(config_of(global_batch_size=target.num_chips))
+    assert {shape["fsdp"] for shape in meshes(settings, target)} == sizes
+    assert rank_layouts(settings, target)[0].mesh.fsdp == min(8, max(sizes))
 
 
 @pytest.mark.parametrize(

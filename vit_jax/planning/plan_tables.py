@@ -177,7 +177,8 @@ def describe_layers(row: dict[str, Any]) -> str:
 
 def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
     """Table of the exchanges between devices in one step."""
-    table = Table("", "axes", "network", "count", "bytes", f"sent by a {per}", "meanwhile",
+    kind = Column("", no_wrap=True)  # whole in a narrow terminal too
+    table = Table(kind, "axes", "network", "count", "bytes", f"sent by a {per}", "meanwhile",
                   title="Exchanges in a step")  # fmt: skip
     for row in rows:
         table.add_row(
