@@ -355,7 +355,7 @@ def stated_of(kind):
     cases = [key.partition(": ")[2] for key in STATED if key.startswith(kind)]
     answers = [answer for key, answer in STATED.items() if key.startswith(kind)]
     return pytest.mark.parametrize(
-        ("stated", "answer"), zip(map(json.loads, cases), answers, strict=True), ids=cases
+        ("stated", "answer"), [*zip(map(json.loads, cases), answers, strict=True)], ids=cases
     )
 
 
