@@ -323,7 +323,7 @@ def test_layers_that_recompute_are_scanned_on_gpus(planned):
 @pytest.mark.parametrize(
     ("chip", "own", "more"),
     [("H100:8", {"model.remat": "dots"}, 0.7), ("H100:8", {"model.remat": "full"}, 2.5),
-     ("H100:8", {}, 0.35),
+     ("H100:8", {}, 0.35), ("T4:8", {}, 0.5), ("T4:8", {"model.scan": True}, 0.5),
      ("H100:8", {"model.remat": "full", "model.scan": True}, UNCERTAINTY),
      ("v5e:2x4", {"model.remat": "full"}, UNCERTAINTY)],
     ids=str,

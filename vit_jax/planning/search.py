@@ -236,7 +236,9 @@ def find_layouts(
     price_per_chip_hour: float | None = None,
     goodput: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Layouts for the config's global batch, the fastest that fit first; then by exchanges.
+    """Layouts for the config's global batch, the fastest that fit first.
+
+    Equally fast ones are sorted by their kernels, or by their exchanges.
 
     A key of LAYOUT_KEYS that the config sets itself keeps its value. With `batches` the layouts are
     all meshes with all remat policies instead, each with the largest batch that fits. The price and
