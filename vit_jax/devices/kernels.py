@@ -86,7 +86,7 @@ def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module
 def find_forms(model: nn.Module, mesh: Mesh, platform: str | None = None) -> dict[str, BlockOps]:
     """The forms in which blocks of `model` can compute on the devices of `mesh`, by name.
 
-    `platform`: that of the devices, unless it is given.
+    `platform` takes the place of the devices' own.
 
     The last one is the fastest by calculation:
 

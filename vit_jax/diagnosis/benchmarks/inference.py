@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax.config import Settings
 from vit_jax.devices import flops
+from vit_jax.devices.chips import memory_limit
 from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread
 from vit_jax.models.contract import about
@@ -150,7 +151,6 @@ def _gflop_per_image(settings: Settings, mesh: Mesh) -> float:
 
 def _capacity(device: jax.Device) -> tuple[int, str]:
     """(bytes, who says so) that programs may use on a device."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]), "the device's limit"
+    if (limit := memory_limit(device)) is not None:
+        return limit, "the device's limit"
     return int(np.int64(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")), "all of the RAM"

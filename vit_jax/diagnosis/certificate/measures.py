@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.data.elements import PARALLEL_CALLS
-from vit_jax.devices.chips import count_chips
+from vit_jax.devices.chips import count_chips, memory_limit
 from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.kernels import fastest, find_forms, in_dtype_of
 from vit_jax.devices.mesh import AXES, make_mesh
@@ -43,8 +43,7 @@ def measure_devices(context: Context) -> dict[str, Any]:
     product_s = _seconds(functools.partial(jax.jit(jnp.matmul), a, a))
     x = jnp.ones(_COPIED_MIB * _MIB, jnp.uint8)
     copy_s = _seconds(functools.partial(jax.jit(lambda x: x + 1), x))
-    stats = jax.local_devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit") or psutil.virtual_memory().total
+    limit = memory_limit(jax.local_devices()[0]) or psutil.virtual_memory().total
     flops, copied = 2 * size**3 / product_s, 2 * x.size / copy_s
     kind = device.device_kind
     return {
