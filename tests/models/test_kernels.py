@@ -234,22 +234,22 @@ def test_repeated_tokens_and_their_gradient():
 
 
 @pytest.mark.parametrize(
-    ("gelu", "norm", "random", "gated", "keeps"),
+    ("gelu", "norm", "random", "gated", "keeps", "pieces"),
     [
-        ("tanh", "layer", True, False, True),
-        ("exact", "rms", False, False, True),
-        ("silu", "layer", True, True, True),
-        ("silu", "layer", True, True, False),
-        pytest.param("tanh", "rms", False, False, False, marks=pytest.mark.slow),
+        ("tanh", "layer", True, False, True, 1),
+        ("exact", "rms", False, False, True, 1),
+        ("silu", "layer", True, True, True, 3),
+        ("silu", "layer", True, True, False, 1),
+        pytest.param("tanh", "rms", False, False, False, 3, marks=pytest.mark.slow),
     ],
 )
-def test_mlp(gelu, norm, random, gated, keeps):
+def test_mlp(gelu, norm, random, gated, keeps, pieces):
     """The branch of two blocks of rows, with dropout and stochastic depth and without.
 
-    `keeps`: its hidden units, or the backward pass computes them again.
+    `keeps`: its hidden units, or the backward pass computes them again; `pieces`: of these units.
     """
     R, D, F = 256, 128, 384
-    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, keeps, Blocks(R, 128, 2**27))
+    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, keeps, Blocks(R, 128, 2**27), pieces)
     draw = np.random.default_rng(0)
     drawn = mlp.Drawn()
     if random:
@@ -314,11 +314,16 @@ def test_projections(norm):
 
 
 def test_rows_of_a_program_divide_all_and_fit_into_the_memory_of_a_core():
+    def found(*sizes):
+        blocks, pieces = mlp.find_blocks(*sizes)
+        return blocks.block_rows, pieces
+
     MiB = 2**20
-    assert mlp.find_blocks(64 * 200, 128 * MiB, 1024, 4096).block_rows == 512
-    assert mlp.find_blocks(64 * 200, 64 * MiB, 768, 3072).block_rows == 320
+    assert found(64 * 200, 128 * MiB, 1024, 4096) == (512, 1)
+    assert found(64 * 200, 64 * MiB, 768, 3072) == (320, 1)
+    assert found(64 * 256, 128 * MiB, 1280, 5120) == (512, 2)
     for too_much in (
-        (64 * 264, 128 * MiB, 1280, 5120),
+        (64 * 200, 128 * MiB, 4096, 16384),
         (8 * 25, 128 * MiB, 384, 1536),
         (64 * 200, 128 * MiB, 192, 768),
         (0, 128 * MiB, 384, 1536),

@@ -33,6 +33,7 @@ from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
 from vit_jax.models.fast_block import FastBlock
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
+from vit_jax.models.kernels.rows import LANES
 from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.packing import Parts, attend_apart
 from vit_jax.models.rotary import turn
@@ -119,6 +120,13 @@ def fastest(forms: Mapping[str, BlockOps]) -> str:
 def has_kernels(model: nn.Module) -> bool:
     """Whether `choose_ops` gave the model a kernel."""
     return getattr(model, "ops", PLAIN).attention_kernel is not None
+
+
+def has_row_kernels(model: nn.Module) -> bool:
+    """Whether `choose_ops` gave the model kernels of rows, and its sizes suit them."""
+    fields = about(model)
+    wide = fields.width, fields.mlp_dim
+    return getattr(model, "ops", PLAIN).rows is not None and not any(n % LANES for n in wide)
 
 
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
@@ -336,9 +344,10 @@ def _repeat_on_gpu(
 
 def _find_mlp_kernel(x_BND: jax.Array, hidden: int, gated: bool, *, mesh: Mesh) -> Callable | None:
     """`RowKernels.find_mlp` on the devices of `mesh`."""
-    blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden, gated)
-    if blocks is None:
+    found = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden, gated)
+    if found is None:
         return None
+    blocks, pieces = found
 
     def kernel(
         x_RD: jax.Array,
@@ -346,7 +355,7 @@ def _find_mlp_kernel(x_BND: jax.Array, hidden: int, gated: bool, *, mesh: Mesh) 
         drawn: tuple[jax.Array | None, ...],
         **fields: Any,
     ) -> jax.Array:
-        spec, rows = mlp.Spec(**fields, blocks=blocks), P(BATCH_AXES)
+        spec, rows = mlp.Spec(**fields, blocks=blocks, pieces=pieces), P(BATCH_AXES)
         args = x_RD, mlp.Params(*params), mlp.Drawn(*drawn)
         return _on_rows(partial(mlp.mlp, spec=spec), mesh, (rows, P(), rows))(*args)
 

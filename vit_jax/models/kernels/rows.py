@@ -33,9 +33,9 @@ class Blocks(NamedTuple):
                 return cls(rows, block, vmem_bytes)
         return None
 
-    def of(self, columns: int) -> pl.BlockSpec:
-        """The blocks of an array (R, columns)."""
-        return pl.BlockSpec((self.block_rows, columns), lambda i: (i, 0))
+    def of(self, columns: int, piece: int = 0) -> pl.BlockSpec:
+        """The blocks of so many columns; they are the array's piece of that number."""
+        return pl.BlockSpec((self.block_rows, columns), lambda i: (i, piece))
 
     def options(self) -> dict[str, Any]:
         """Arguments of `pl.pallas_call`; programs run one after the other, to sum gradients."""
@@ -46,9 +46,11 @@ class Blocks(NamedTuple):
         return {"grid": (self.rows // self.block_rows,), "compiler_params": params}
 
 
-def whole(*shape: int) -> pl.BlockSpec:
-    """The block of an array that stays in VMEM."""
-    return pl.BlockSpec(shape, lambda i: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
+def whole(*shape: int, axis: int | None = None, piece: int = 0, pieces: int = 1) -> pl.BlockSpec:
+    """The block of an array that stays in VMEM, or of one of its pieces along `axis`."""
+    size = tuple(n // pieces if i == axis else n for i, n in enumerate(shape))
+    place = tuple(piece if i == axis else 0 for i in range(len(shape)))
+    return pl.BlockSpec(size, lambda i: place, pipeline_mode=pl.Buffered(1))
 
 
 def whole_sum(*shape: int) -> jax.ShapeDtypeStruct:
