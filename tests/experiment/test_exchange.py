@@ -1,5 +1,6 @@
 """Gradients exchanged by devices that each compute their own rows."""
 
+import dataclasses
 import functools
 import math
 import types
@@ -23,7 +24,9 @@ from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices,
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
+from vit_jax.models.block_ops import PLAIN, RowKernels
 from vit_jax.models.contract import Model
+from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, Term
 from vit_jax.objectives.supervised import Supervised
@@ -33,6 +36,7 @@ from vit_jax.run.watch.layer_norms import watched
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 SUPERVISED = Supervised().bind(Model(), make_loss("softmax"), RunFacts((), ()))
+BY_ROWS = dataclasses.replace(PLAIN, rows=RowKernels(EncoderBlock, None, None))
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
 
@@ -91,21 +95,24 @@ def assert_equal_copies(arrays):
         assert {len(bits) for bits in copies.values()} == {1}, name
 
 
-SPLIT = {"a": P("data"), "b": P(None, "data"), "c": P()}
-
-
-@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("accum_steps", "axis", "sums"), [(1, "data", 1), (2, "data", 1), (1, "fsdp", 2)]
+)
 def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
-    accum_steps, monkeypatch
+    accum_steps, axis, sums, monkeypatch
 ):
+    """Over fsdp the gradient of each share is then added over data."""
     monkeypatch.setitem(WEIGHTS, "a", np.arange(16.0).reshape(4, 4) / 7)
     monkeypatch.setitem(WEIGHTS, "b", np.ones((1, 4)))
-    mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLIT.items()}
+    sizes = {"data": 4, "fsdp": 1} if axis == "data" else {"data": 2, "fsdp": 4}
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = make_mesh(replica=1, tensor=1, devices=devices, **sizes)
+    split = {"a": P(axis), "b": P(None, axis), "c": P()}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in split.items()}
     join = functools.partial(share_gradients, shardings=shardings, model=Model())
     (grads, metrics, state), program = gradients_of(mesh, accum_steps, join)
     (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
-    assert program.count(" all-reduce(") == 1 and program.count(" all-to-all(") == 2
+    assert program.count(" all-reduce(") == sums and program.count(" all-to-all(") == 2
     assert_equal_copies(grads)
     for name, value in expected.items():
         assert grads[name].sharding.is_equivalent_to(shardings[name], 2)
@@ -166,15 +173,18 @@ def small_config():
 def step_of_a_vit(splits, accum_steps):
     """The state after a step in bfloat16, and the norm of its gradient.
 
-    `splits`: whether parameters are split, too; None: gradients are not shared.
+    `splits`: the axis along which devices keep shares; "whole": all have whole parameters; None:
+    gradients are not shared.
     """
     share = functools.partial(
         share_gradients, model=create_model("ViT-mu/4", 8, 8, dtype="bfloat16")
     )
-    exchange = Exchange() if splits is None else Exchange(share, splits_params=splits)
+    shares = None if splits == "whole" else splits
+    exchange = Exchange() if splits is None else Exchange(share, shares=shares)
     config, rng = small_config(), np.random.default_rng(0)
     config.optimizer.accum_steps = accum_steps
-    mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
+    fsdp = 4 if splits == "fsdp" else 1
+    mesh = make_mesh(replica=1, data=8 // fsdp, fsdp=fsdp, tensor=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "choose_exchange", lambda *args: exchange)
         made = experiment.make_experiment(settings_of(config), mesh)
@@ -191,7 +201,9 @@ def step_of_a_vit(splits, accum_steps):
     return tree.flatten_names(state), float(metrics["grad_norm"])
 
 
-@pytest.mark.parametrize(("accum_steps", "splits"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("accum_steps", "splits"), [(1, "data"), (2, "data"), (2, "whole"), (2, "fsdp")]
+)
 def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(accum_steps, splits):
     """Split parameters and moments are so by rows, those that its head uses in float32 too."""
     plain, norm = step_of_a_vit(None, 1)
@@ -201,9 +213,9 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(accum_steps, sp
         error = np.linalg.norm(np.subtract(shared[name], value).ravel())
         assert error <= 2e-2 * np.linalg.norm(np.ravel(value)), name
         is_split = name.endswith("/kernel")
-        is_split &= splits or name.startswith("opt_state/")
+        is_split &= splits != "whole" or name.startswith("opt_state/")
         ways = value.size // math.prod(shared[name].sharding.shard_shape(value.shape))
-        assert ways == (8 if is_split else 1), name
+        assert ways == ((4 if splits == "fsdp" else 8) if is_split else 1), name
 
 
 def test_further_terms_are_not_exchanged(monkeypatch):
@@ -220,26 +232,33 @@ def test_further_terms_are_not_exchanged(monkeypatch):
 @pytest.mark.parametrize(
     ("shares", "mesh", "model"),
     [
-        (True, {}, {}),
-        (True, {}, {"dtype": jnp.bfloat16}),
-        (False, {}, {"remat": "full"}),
-        (True, {}, {"dropout": 0.1, "attention_dropout": 0.1}),
-        (False, {}, {"stochastic_depth": 0.1}),
-        (False, {}, {"head_batch_norm": True}),
-        (False, {}, {"scan": True}),
-        (True, {"indices": (0,) * 64}, {}),
-        (False, {"indices": (0,) * 128}, {}),
-        (True, {"indices": (0,) * 16, "device_kind": "TPU v5 lite"}, {}),
-        (False, {"indices": (0,) * 32, "device_kind": "TPU v5 lite"}, {}),
-        (False, {"replica": 2, "data": 1}, {}),
-        (False, {"data": 1, "fsdp": 2}, {}),
-        (False, {"indices": (0,)}, {}),
+        ("data", {}, {}),
+        ("data", {}, {"dtype": jnp.bfloat16}),
+        (None, {}, {"remat": "full"}),
+        (None, {}, {"remat": "full", "ops": BY_ROWS}),
+        ("data", {}, {"remat": "full", "ops": BY_ROWS, "width": 128, "mlp_dim": 256}),
+        (None, {}, {"remat": "dots", "ops": BY_ROWS, "width": 128, "mlp_dim": 256}),
+        ("data", {}, {"dropout": 0.1, "attention_dropout": 0.1}),
+        (None, {}, {"stochastic_depth": 0.1}),
+        (None, {}, {"head_batch_norm": True}),
+        (None, {}, {"scan": True}),
+        ("data", {"indices": (0,) * 64}, {}),
+        (None, {"indices": (0,) * 128}, {}),
+        ("data", {"indices": (0,) * 16, "device_kind": "TPU v5 lite"}, {}),
+        (None, {"indices": (0,) * 32, "device_kind": "TPU v5 lite"}, {}),
+        ("fsdp", {"indices": (0,) * 32, "device_kind": "TPU v5e", "data": 2, "fsdp": 16}, {}),
+        (None, {"indices": (0,) * 32, "device_kind": "TPU v5e", "data": 1, "fsdp": 32}, {}),
+        (None, {"replica": 2, "data": 1}, {}),
+        ("fsdp", {"data": 1, "fsdp": 2}, {}),
+        ("fsdp", {"indices": (0,) * 4, "replica": 2, "data": 1, "fsdp": 2}, {}),
+        (None, {"indices": (0,) * 4, "data": 1, "fsdp": 2, "tensor": 2}, {}),
+        (None, {"indices": (0,)}, {}),
     ],
 )
 def test_when_chips_share_their_gradients(shares, mesh, model):
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
     exchange = choose_exchange(vit, SUPERVISED, processes("tpu", **mesh))
-    assert (exchange.join is not None) == exchange.splits_params == shares
+    assert exchange.shares == shares and (exchange.join is not None) == (shares is not None)
     frozen = choose_exchange(vit, SUPERVISED, processes("tpu", **mesh), freeze="head")
     assert frozen == Exchange()
 
@@ -253,7 +272,7 @@ def test_when_chips_share_their_gradients(shares, mesh, model):
         (True, {"indices": (0,) * 32, "device_kind": "TPU v5 lite"}, {}),
         (False, {"platform": "gpu"}, {}),
         (False, {}, {"head_batch_norm": True}),
-        (False, {"data": 1, "fsdp": 2}, {}),
+        (False, {"data": 1, "fsdp": 2}, {"scan": True}),
         (False, {"indices": (0,)}, {}),
     ],
 )
@@ -261,9 +280,9 @@ def test_when_chips_add_the_gradients_of_all_microbatches_once(joins, mesh, mode
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, **model})
     devices = processes(**{"platform": "tpu"} | mesh)
     exchange = choose_exchange(vit, SUPERVISED, devices, accum_steps=2)
-    assert (exchange.join is not None) == joins and not exchange.splits_params
+    assert (exchange.join is not None) == joins and exchange.shares is None
     frozen = choose_exchange(vit, SUPERVISED, devices, "head", 2)
-    assert (frozen.join is not None) == joins and not frozen.splits_params
+    assert (frozen.join is not None) == joins and frozen.shares is None
 
 
 def processes(platform="cpu", indices=(0, 1), device_kind="TPU v4", **axes):
@@ -295,7 +314,7 @@ SMALL = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 2}
 def test_when_processes_join_their_gradients(joins, mesh, model):
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
     exchange = choose_exchange(vit, SUPERVISED, processes(**mesh))
-    assert (exchange.join is not None) == joins and not exchange.splits_params
+    assert (exchange.join is not None) == joins and exchange.shares is None
     other = Objective(loss)  # which may have terms, states or passes of its own
     assert choose_exchange(vit, other, processes(**mesh)) == Exchange()
 

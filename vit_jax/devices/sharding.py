@@ -64,14 +64,15 @@ SPLIT_FROM = 1 << 16
 _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
 
 
-def state_shardings(state: tree.PyTree, mesh: Mesh, splits_params: bool = False) -> tree.PyTree:
+def state_shardings(state: tree.PyTree, mesh: Mesh, shares: str | None = None) -> tree.PyTree:
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
     averages of a parameter that a rule splits are also split over `data` if a layer of them has at
     least SPLIT_FROM elements: on the axis that `fsdp` splits, else on the last one whose size
-    allows it. Arrays without a matching rule, and axes whose size the mesh axis does not divide,
-    are replicated and listed in a warning.
+    allows it. If devices keep shares of the parameters along the mesh axis `shares`, it splits such
+    layers by rows, and also their moments and averages. Arrays without a matching rule, and axes
+    whose size the mesh axis does not divide, are replicated and listed in a warning.
     """
     replicated = []
     named = tree.flatten_names(state)
@@ -95,8 +96,8 @@ def state_shardings(state: tree.PyTree, mesh: Mesh, splits_params: bool = False)
                 spec[i] = None
         in_layer = leaf.shape[leaf.ndim - len(axes) :]
         is_large = math.prod(in_layer) >= SPLIT_FROM
-        if axes and is_large and not factored and splits_params:
-            spec = _split_rows(spec, leaf.shape, len(axes), mesh)
+        if axes and is_large and not factored and shares:
+            spec = _split_rows(spec, leaf.shape, len(axes), shares, mesh.shape[shares])
         elif axes and is_large and not factored and _FOLLOWERS.match(name):
             spec = _split_over_data(spec, leaf.shape, mesh)
         while spec and spec[-1] is None:
@@ -133,14 +134,15 @@ def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
     return spec
 
 
-def _split_rows(spec: list, shape: tuple[int, ...], num_axes: int, mesh: Mesh) -> list:
-    """`spec` with `data` on the first of the last `num_axes` axes whose size allows it.
+def _split_rows(spec: list, shape: tuple[int, ...], num_axes: int, over: str, ways: int) -> list:
+    """`spec` with `over` on the first of the last `num_axes` axes that `ways` divides.
 
     The shares of a matrix that is split by rows lie in one piece, and no TPU has to copy them.
     """
+    others = [None if axis == over else axis for axis in spec]
     for i in range(len(spec) - num_axes, len(spec)):
-        if shape[i] % mesh.shape["data"] == 0:
-            return [*spec[:i], "data", *spec[i + 1 :]]
+        if shape[i] % ways == 0:
+            return [*others[:i], over, *others[i + 1 :]]
     return spec
 
 

@@ -7,8 +7,9 @@ millisecond or more, whatever its size.
 On TPUs each device sends every other its share of a large gradient and adds what it gets. Only such
 an exchange goes on behind computation: the compiler (libtpu 0.0.52) lets computation wait for every
 all-reduce and reduce-scatter. A device keeps only its shares of large parameters, and all devices
-gather them in the forward pass, in the dtype that computes with them. Where devices keep whole
-parameters, they add the gradients of all microbatches once, in float32.
+gather them in the forward pass, in the dtype that computes with them. The shares lie along `fsdp`,
+or `data` where `fsdp` is 1; the other axes of the batch then add the gradients of the shares. Where
+devices keep whole parameters, they add the gradients of all microbatches once, in float32.
 """
 
 import functools
@@ -28,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.base import tree
 from vit_jax.base.tree import PyTree
 from vit_jax.devices import sharding
+from vit_jax.devices.kernels import has_row_kernels
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.accumulation import Sums
 from vit_jax.experiment.state import TrainState
@@ -40,12 +42,13 @@ class Exchange(NamedTuple):
 
     join: join(sums of rows, shardings=the parameters') -> sums of the whole batch, for devices
       that each compute their own rows; None: they do not.
-    splits_params: whether large parameters are split over `data`, else each device has all.
+    shares: the mesh axis along which each device keeps its shares of large parameters, and gathers
+      all to compute with; None: it keeps whole ones, or XLA's partitioner gathers them.
     options: of the compiler, {name: value}.
     """
 
     join: Callable[..., Sums] | None = None
-    splits_params: bool = False
+    shares: str | None = None
     options: Mapping[str, bool] = MappingProxyType({})
 
 
@@ -69,19 +72,20 @@ def choose_exchange(
 ) -> Exchange:
     """The fastest exchange; it is XLA's own unless the objective `is_single_pass`.
 
-    For another one the model is one of this package without batch statistics, and the mesh does not
-    split parameters over fsdp or tensor.
+    For another one the model is one of this package without batch statistics, and the mesh has no
+    `tensor`.
 
     On CPUs of several processes it is `join_devices`, for a model without random draws; it changes
-    no more than the rounding. On TPUs of one slice it is `share_gradients`, for unrolled ViTs
-    without frozen parameters (`freeze`), which it would split; each chip draws its own dropout.
-    With it, layers that are recomputed without kernels of rows save no memory: B/16 with full remat
-    in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums
-    are whole anyway, other models on TPUs have it too, with whole parameters, and one exchange a
-    step instead of one a microbatch.
+    no more than the rounding. On TPUs it is `share_gradients`, for unrolled ViTs without frozen
+    parameters (`freeze`), which it would split; each chip draws its own dropout. On several slices
+    the shares lie along `fsdp`, within a slice. With it, layers that are recomputed without kernels
+    of rows save no memory: B/16 with full remat in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47
+    without it. In several microbatches, whose sums are whole anyway, other models on TPUs without
+    `fsdp` have it too, with whole parameters, and one exchange a step instead of one a microbatch.
     """
+    remats = ("none", "full") if has_row_kernels(model) else ("none",)
     devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
-    if max(shape["fsdp"], shape["tensor"]) > 1:
+    if shape["tensor"] > 1 or (shape["fsdp"] > 1 and devices[0].platform == "cpu"):
         return Exchange()
     if not (objective.is_single_pass and model.draws_rows_apart):
         return Exchange()
@@ -91,16 +95,23 @@ def choose_exchange(
     most = _MOST_OF_V5E if devices[0].device_kind in _V5E else _MOST_SHARES
     if devices[0].platform != "tpu" or len(devices) == 1:
         return Exchange()
-    join = partial(share_gradients, model=model, freeze=freeze)
-    shares = not freeze and (
+    join, axis = partial(share_gradients, model=model, freeze=freeze), share_axis(shape)
+    is_shared = not freeze and (
         (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
-        and not (model.scan or model.remat != "none" or model.stochastic_depth)
+        and not (model.scan or model.stochastic_depth)
+        and model.remat in remats
         and model.width * model.mlp_dim >= sharding.SPLIT_FROM
-        and (shape["replica"] == 1 and shape["data"] <= most)
+        and (shape["replica"] == 1 or axis == "fsdp")
+        and shape[axis] <= most
     )
-    if shares:
-        return Exchange(join, True, _ASYNCHRONOUS)
-    return Exchange(join) if accum_steps > 1 else Exchange()
+    if is_shared:
+        return Exchange(join, axis, _ASYNCHRONOUS)
+    return Exchange(join) if accum_steps > 1 and shape["fsdp"] == 1 else Exchange()
+
+
+def share_axis(shape: Mapping[str, int]) -> str:
+    """The axis of a mesh of `shape` along which devices keep shares of parameters, if they do."""
+    return "fsdp" if shape["fsdp"] > 1 else "data"
 
 
 def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
@@ -118,24 +129,28 @@ def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
 def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | None = None) -> Sums:
     """`sums` of the whole batch: each device computes its rows' sums, and keeps its shares.
 
+    The shares lie along `share_axis`.
+
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
     added in float32. Gradients of small parameters are added with the objective's sums.
 
     Args:
       sums: as for `join_devices`.
-      shardings: of the parameters: whole on each device, or one axis split over `data`.
+      shardings: of the parameters: whole on each device, or one axis split over that of the mesh.
       model: says in which dtype it computes with a kernel.
       freeze: matches parameters whose gradients are 0 on every device; they are not sent.
     """
     specs = {name: split.spec for name, split in tree.flatten_names(shardings).items()}
-    axes = {name: spec.index("data") if "data" in spec else None for name, spec in specs.items()}
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    over = share_axis(mesh.shape)
+    axes = {name: spec.index(over) if over in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
     def add(
         state: TrainState, batch: tree.Batch, key: jax.Array
     ) -> tuple[tree.Params, ObjectiveOutput]:
         shares = tree.flatten_names(state.params)
-        params = {name: _gather(shares[name], axes[name], sent_as[name]) for name in axes}
+        params = {name: _gather(shares[name], axes[name], sent_as[name], over) for name in axes}
         own_key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
         state = state.replace(params=tree.unflatten_names(params))
         tree_of_grads, out = sums(state, batch, own_key)
@@ -147,33 +162,39 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
         small, out = _add_up(({name: g for name, g in whole.items() if not is_large[name]}, out))
         large = {name: g for name, g in whole.items() if is_large[name]}
         split = {
-            name: _scatter(grads[name], axis, sent_as[name])
+            name: _scatter(grads[name], axis, sent_as[name], over)
             for name, axis in axes.items()
             if axis is not None
         }
         added = small | jax.lax.psum(large, BATCH_AXES)
         return tree.unflatten_names(still | added | split), out
 
-    mesh = jax.tree.leaves(shardings)[0].mesh
     return _on_rows(add, jax.tree.map(lambda split: split.spec, shardings), mesh)
 
 
-def _gather(share: jax.Array, axis: int | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The whole float32 parameter, rounded to `dtype`, from this device's share."""
+def _gather(
+    share: jax.Array, axis: int | None, dtype: jax.typing.DTypeLike, over: str
+) -> jax.Array:
+    """The whole float32 parameter, rounded to `dtype`, from the shares along the mesh axis."""
     if axis is None:
         return share
-    whole = jax.lax.all_gather(share.astype(dtype), "data", axis=axis, tiled=True)
+    whole = jax.lax.all_gather(share.astype(dtype), over, axis=axis, tiled=True)
     return whole.astype(share.dtype)
 
 
-def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """This device's share of the float32 sum of all devices' `grad`, which are sent in `dtype`."""
-    ways = jax.lax.axis_size("data")
+def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike, over: str) -> jax.Array:
+    """This device's share of the float32 sum of all devices' `grad`.
+
+    Along the mesh axis `over` shares are sent in `dtype`, along the others added in float32.
+    """
+    ways = jax.lax.axis_size(over)
     shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
-    shares = jax.lax.all_to_all(shares, "data", axis, 0)
+    shares = jax.lax.all_to_all(shares, over, axis, 0)
     # One by one: XLA's reduction over the first axis takes twice the cycles, and a conversion of
     # all shares would be an operation of its own.
-    return functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
+    added = functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
+    others = tuple(name for name in BATCH_AXES if name != over and jax.lax.axis_size(name) > 1)
+    return jax.lax.psum(added, others) if others else added
 
 
 def _add_up(grads_and_out: tuple[PyTree, ObjectiveOutput]) -> tuple[PyTree, ObjectiveOutput]:

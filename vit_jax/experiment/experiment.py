@@ -239,7 +239,7 @@ def make_experiment(
     init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init) if last is None else last.abstract_state
-        state = with_shardings(shapes, mesh, exchange.splits_params)
+        state = with_shardings(shapes, mesh, exchange.shares)
     frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
@@ -294,10 +294,10 @@ def _check_rows(pack: tuple[int, ...] | None, size: int, accum_steps: int, mesh:
         )
 
 
-def with_shardings(arrays: Tree, mesh: Mesh, splits_params: bool = False) -> Tree:
+def with_shardings(arrays: Tree, mesh: Mesh, shares: str | None = None) -> Tree:
     """The shape, dtype and sharding over `mesh` of each leaf."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         arrays,
-        state_shardings(arrays, mesh, splits_params),
+        state_shardings(arrays, mesh, shares),
     )

@@ -19,7 +19,7 @@ from vit_jax.devices.flops import jaxpr_flops
 from vit_jax.devices.gpus import GPUS
 from vit_jax.devices.kept import Leaf, peak_bytes
 from vit_jax.devices.mesh import AXES, make_mesh
-from vit_jax.experiment.exchange import choose_exchange
+from vit_jax.experiment.exchange import Exchange, choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.models import fields_of
 from vit_jax.models.contract import about
@@ -191,11 +191,22 @@ def _count_temporaries(
     Args:
       alone: the settings for one device and its images.
     """
+
+    def traced(is_whole: bool) -> _Alone:
+        text = f"{alone.values} {target.slice.chip} {is_whole}"
+        return _Alone(text, alone, _mesh_of_one(target, is_whole))
+
     # What GPUs compute with does not depend on it, so one trace serves all their meshes.
     is_whole = target.chip.is_gpu or max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
-    text = f"{alone.values} {target.slice.chip} {is_whole}"
-    traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
-    return _temporaries_of(traced, mesh, target.chip.platform, target.scale)
+    is_whole = is_whole or _exchange_of(traced(True), mesh).shares is not None
+    return _temporaries_of(traced(is_whole), mesh, target.chip.platform, target.scale)
+
+
+def _exchange_of(alone: "_Alone", mesh: Mesh) -> Exchange:
+    """The exchange of an experiment on `mesh`."""
+    experiment = _experiment_of(alone)
+    chosen = experiment.model, experiment.objective, mesh, experiment.freeze
+    return choose_exchange(*chosen, experiment.parts.accum_steps)
 
 
 @functools.lru_cache(maxsize=32)
@@ -207,16 +218,13 @@ def _temporaries_of(
     Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
     TPUs if data has several devices; else the TPU compiler sums them whole.
     """
-    experiment = _experiment_of(traced)
-    chosen = experiment.model, experiment.objective, mesh, experiment.freeze
-    exchange = choose_exchange(*chosen, experiment.parts.accum_steps)
-    splits = exchange.splits_params
+    experiment, exchange = _experiment_of(traced), _exchange_of(traced, mesh)
     jaxpr = _trace(traced, own_rows=exchange.join is not None)
     experiment = dataclasses.replace(
         experiment,
         parts=experiment.parts._replace(join=exchange.join),
         arguments=(
-            with_shardings(experiment.abstract_state, mesh, splits),
+            with_shardings(experiment.abstract_state, mesh, exchange.shares),
             experiment.abstract_batch,
             *with_shardings(experiment.abstract_frozen, mesh),
         ),
@@ -247,14 +255,14 @@ def _temporaries_of(
         outputs.append(Leaf(of_update if exchange.join is None else 1.0, whole))
     how = {"tensor": mesh.shape["tensor"], "platform": platform, "scale": scale}
     peak = peak_bytes(jaxpr, arguments, outputs, **how)
-    if splits:
+    if exchange.shares is not None:
         images = traced.settings.run.global_batch_size // traced.settings.optimizer.accum_steps
         images *= not has_kernel(jaxpr, "mlp_backward")
-        peak += _shares_bytes(experiment, images)
+        peak += _shares_bytes(experiment, exchange.shares, images)
     return experiment, peak, jaxpr
 
 
-def _shares_bytes(experiment: Experiment, images: int) -> int:
+def _shares_bytes(experiment: Experiment, axis: str, images: int) -> int:
     """Bytes that a step of `exchange.share_gradients` holds beyond the jaxpr of one device.
 
     Whole weights and whole gradients in the dtype of computation; and of each MLP without kernel
@@ -263,7 +271,7 @@ def _shares_bytes(experiment: Experiment, images: int) -> int:
     """
     model, state = experiment.model, experiment.abstract_state
     values = 2 * sum(
-        leaf.size for leaf in jax.tree.leaves(state.params) if "data" in leaf.sharding.spec
+        leaf.size for leaf in jax.tree.leaves(state.params) if axis in leaf.sharding.spec
     )
     tokens = model.num_tokens_in_training
     values += images * model.depth * tokens * (model.width + model.mlp_dim)

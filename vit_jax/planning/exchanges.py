@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.devices.mesh import AXES, BATCH_AXES
+from vit_jax.experiment.exchange import share_axis
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models.contract import Model, about, with_known
@@ -70,8 +71,9 @@ def collective_table(
       whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
       once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
       `sharding.gradient_shardings`.
-    - Parameters that are themselves split over data (`experiment.exchange`) are gathered once, and
-      their gradients go to their places all to all. Where devices compute their own rows, but keep
+    - Parameters of which devices keep shares (`experiment.exchange`) are gathered once, their
+      gradients go to their places all to all, and are then all-reduced over the other axes of the
+      batch, in float32. Where devices compute their own rows, but keep
       whole parameters, gradients are all-reduced once per step, in float32.
     - Frozen parameters are only gathered.
     - Parameters whose optimizer state is split over data are gathered over data after the update,
@@ -177,10 +179,12 @@ def _add_parameters(
         kind = over_data = "reduce-scatter" if scattered in split else "all-reduce"
         if {"data", "fsdp"} <= scattered and not scatters_over_data:
             kind, over_data = "reduce-scatter", "all-reduce"
-        if "data" in leaf.sharding.spec:
-            whole = share * shape["data"]
-            exchanges.add("all-gather", "data", whole * weight_size, arrays)
-            exchanges.add("all-to-all", "data", whole * gradient_size, arrays)
+        if is_joined and (over := share_axis(shape)) in leaf.sharding.spec:
+            whole = share * shape[over]
+            exchanges.add("all-gather", over, whole * weight_size, arrays)
+            exchanges.add("all-to-all", over, whole * gradient_size, arrays)
+            for axis in {*BATCH_AXES} - {over}:
+                exchanges.add("all-reduce", axis, share * leaf.dtype.itemsize, arrays)
             continue
         times = accum_steps
         if is_joined:

@@ -73,7 +73,7 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
     model, forms = _find(settings, mesh)
     if not any(ops.attention_kernel for ops in forms.values()):
         return None
-    if max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1:
+    if mesh.shape["tensor"] > 1:
         forms.pop("rows", None)  # needs whole parameters
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * settings.optimizer.accum_steps
     images = settings.run.global_batch_size // ways
