@@ -238,7 +238,7 @@ def test_repeated_tokens_and_their_gradient():
     [
         ("tanh", "layer", True, False, True),
         ("exact", "rms", False, False, True),
-        ("silu", "layer", True, True, True),
+        pytest.param("silu", "layer", True, True, True, marks=pytest.mark.slow),
         ("silu", "layer", True, True, False),
         pytest.param("tanh", "rms", False, False, False, marks=pytest.mark.slow),
     ],
