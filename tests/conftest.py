@@ -65,6 +65,24 @@ LONG_FILES = ("test_resume.py", "test_processes.py", "test_faults.py", "test_ela
               "test_corrupt_data.py", "test_local.py", "test_train.py")  # fmt: skip
 
 
+# The servers that these start processes from load their libraries once for all of them.
+FORKING_FILES = ("test_resume.py", "test_processes.py", "test_faults.py", "test_interrupts.py",
+                 "test_stored_run.py")  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n: one worker takes all files that start processes."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "processes" if file.endswith(FORKING_FILES) else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
@@ -73,7 +91,7 @@ def pytest_collection_finish():
     """Keep Python's collector off what is imported, which stays: it takes a tenth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(200_000, 10, 10)
 
 
 def pytest_sessionfinish():

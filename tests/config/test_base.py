@@ -221,6 +221,9 @@ import vit_jax.commands.evaluate
 import vit_jax.commands.train
 import vit_jax.data
 import vit_jax.main
+from vit_jax.devices import flops
+from vit_jax.experiment import optimizers, schedules
+from vit_jax.run import writers
 import vit_jax.run.setup.recipes
 import vit_jax.run.setup.validation
 [getattr(vit_jax, name) for name in vit_jax.__all__]
@@ -229,6 +232,8 @@ try:
     vit_jax.data.parse_ops("decode|resize(0)", (8, 8))
 except ValueError:
     pass
+with writers.MetricWriter(sys.argv[1]) as writer:
+    writer.write(1, {"train/loss": 2.0})
 heavy = {"tensorflow", "tensorflow_datasets", "sklearn", "torch"} & sys.modules.keys()
 assert not heavy, heavy
 from vit_jax.config.plugins import has_devices
@@ -236,8 +241,10 @@ assert not has_devices()
 """
 
 
-def test_importing_takes_no_device_and_no_tensorflow():
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+def test_importing_takes_no_device_and_no_tensorflow(tmp_path):
+    """Nor does the use of writers and of the declared ops."""
+    command = [sys.executable, "-c", IMPORTS, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

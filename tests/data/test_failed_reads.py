@@ -100,9 +100,7 @@ def pauses(monkeypatch):
     [
         *((kind, False) for kind in WRITE),
         ("tfrecord", True),
-        ("parquet", True),
-        *(pytest.param(kind, True, marks=pytest.mark.slow)
-          for kind in WRITE if kind not in ("tfrecord", "parquet")),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in WRITE if kind != "tfrecord"),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_away_for_a_moment(kind, kept, tmp_path, pauses):
@@ -118,7 +116,11 @@ def test_a_folder_that_is_away_for_a_moment(kind, kept, tmp_path, pauses):
             np.testing.assert_array_equal(batch[key], again[key])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WRITE if kind not in STAY_OPEN])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in ("arrays", "parquet", "tar") else ())
+     for kind in WRITE if kind not in STAY_OPEN],
+)  # fmt: skip
 def test_a_folder_that_is_gone_ends_the_run(kind, tmp_path, pauses):
     root = tmp_path / "data"
     with opened(kind, root) as source:

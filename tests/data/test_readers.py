@@ -94,15 +94,6 @@ def sample(shared_data):
     )
 
 
-@pytest.mark.parametrize("order_name", [pytest.param("record", marks=pytest.mark.slow), "chunk"])
-def test_a_host_makes_its_rows_of_the_batch_of_one(cifar10, order_name):
-    how = {"size": (32, 32), "batch": 8, "start": 37, "steps": 1}  # over the end of an epoch
-    (alone,) = batches(cifar10["offsets"], order_name, "pad_crop(2)", **how)
-    rows = np.array([2, 3, 4, 7])
-    (host,) = batches(cifar10["offsets"], order_name, "pad_crop(2)", **how, rows=rows)
-    assert_same([host], [{key: leaf[rows] for key, leaf in alone.items()}])
-
-
 def test_evaluation_by_offset_covers_the_split_in_its_order(cifar10):
     spec = image_batch(64, (32, 32))
     found = list(pipeline.host_eval_batches(cifar10["offsets"], spec, rows=np.arange(64)))

@@ -138,7 +138,7 @@ def cudnn_by_xla(monkeypatch):
     ("fields", "called"),
     [
         pytest.param({"pool": "gap"}, (10, True), marks=pytest.mark.slow),
-        ({}, (10, False)),
+        pytest.param({}, (10, False), marks=pytest.mark.slow),
         ({"registers": 3, "rotary": "indices", "qk_norm": True}, (14, True)),
         pytest.param(
             {"pool": "map", "parallel": True, "key_bias": False},

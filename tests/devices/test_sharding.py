@@ -631,7 +631,7 @@ def muon_update(layout, form):
 @pytest.mark.parametrize(
     ("layout", "form"),
     [
-        ("data 8", unstack_layers),
+        pytest.param("data 8", unstack_layers, marks=pytest.mark.slow),
         pytest.param("fsdp 8", dict, marks=pytest.mark.slow),
         ("data 2, fsdp 2, tensor 2", dict),
     ],

@@ -45,7 +45,7 @@ def made(tmp_path):
 
 
 def planned(capsys, *words):
-    words = ["--config=pretrain:ViT-Ti/16,imagenet2012", "--config.model.depth=2", *words]
+    words = ["--config=pretrain:ViT-Ti/16,imagenet2012", "--config.model.depth=1", *words]
     assert main(["plan", "--format=json", *words]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -74,7 +74,7 @@ def pixels(values):
     return np.concatenate([np.asarray(each).ravel() for each in values])
 
 
-@pytest.mark.parametrize("form", ["squares.npz", "native"])
+@pytest.mark.parametrize("form", [pytest.param("squares.npz", marks=pytest.mark.slow), "native"])
 def test_probes_are_those_of_scikit_learn(form, root):
     words = ("segmentation", "depth")
     own_shape = {"data.data_dir": str(root / "pictures")}

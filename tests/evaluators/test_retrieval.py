@@ -9,7 +9,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.evaluators import retrieval
 from vit_jax.evaluators.retrieval import recalls
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 RNG = np.random.default_rng(0)
 

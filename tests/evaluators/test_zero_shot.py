@@ -13,7 +13,7 @@ from vit_jax.config import EVALUATORS
 from vit_jax.data.words import PROMPTS
 from vit_jax.main import main
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 from asked import prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
-from finished_run import check_same_end, check_same_on_all_devices, final_state
+from finished_run import check_same_end, final_state
 
 from vit_jax.base.tree import flatten_names, unflatten_names
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.diagnosis.benchmarks.step import made_up_batch
-from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.stages import make_stage
 from vit_jax.models.contract import about
 from vit_jax.models.patches import resize_kernel
 from vit_jax.objectives.other_sizes import at_patch_size
@@ -89,6 +86,7 @@ def test_a_step_resizes_as_a_file_is_read(published, side):
         np.testing.assert_allclose(found[name], expected[name], atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 def test_a_run_goes_on_within_each_patch_size(tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -103,23 +101,6 @@ def test_a_run_goes_on_within_each_patch_size(tmp_path, monkeypatch):
     stops = (order.index(0) + 1, order.index(1) + 1)
     train_with_stops(make_config(), parts, stops, monkeypatch)
     check_same_end(parts, whole)
-
-
-@pytest.mark.slow
-def test_eight_devices_compute_as_one(tmp_path):
-    settings = prepare(make_config(), tmp_path).settings
-
-    def take_steps(mesh):
-        last = make_experiment(settings.by_stage[-1], mesh)
-        with jax.set_mesh(mesh):
-            state, losses = last.init(), []
-            for stage in settings.by_stage[:-1]:
-                each = make_stage(stage, mesh, (), last)
-                state, metrics = each.train_step(state, made_up_batch(each, 10))
-                losses.append(float(metrics["loss"]))
-            return losses, jax.device_get(state.params)
-
-    check_same_on_all_devices(take_steps, atol=2e-5)
 
 
 @pytest.mark.parametrize(

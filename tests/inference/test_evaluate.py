@@ -21,7 +21,7 @@ from vit_jax.run.setup.evaluation import complete_by_source
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 SMALL = {"num_heads": 2, "mlp_dim": 32}
 

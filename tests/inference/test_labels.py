@@ -15,7 +15,7 @@ from vit_jax.inference.labels import with_labels
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 LABELS = ("a cat", "a dog", "nothing")
 
@@ -37,7 +37,7 @@ def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", [pytest.param("clip", marks=pytest.mark.slow), "siglip"])
 def test_probabilities_by_hand(sources, picture, kind):
     pretrained = read_pretrained(sources[kind])
     prompts = ("a photo of {}", "{}!")

@@ -29,7 +29,7 @@ from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 
 @pytest.fixture(scope="module")

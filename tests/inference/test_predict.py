@@ -22,7 +22,7 @@ from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Cut, Spec, class_names
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 
 @pytest.fixture

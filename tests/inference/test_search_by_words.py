@@ -18,7 +18,7 @@ from vit_jax.inference.index import open_index
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 TEXTS = ["a red car", "a dog"]
 

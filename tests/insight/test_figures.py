@@ -19,7 +19,7 @@ from vit_jax.insight.measured import alignment, gram_matrix
 from vit_jax.main import main
 from vit_jax.transfer.pretrained import Pretrained, Spec
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 RNG = np.random.default_rng(0)
 

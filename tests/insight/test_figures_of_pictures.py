@@ -21,9 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 SIZES = ((30, 40), (56, 40), (20, 90), (33, 33), (2, 3), (90, 14))  # the second one is grey
 MODELS = {
-    "class token": {"registers": 2},
+    "class token": {"registers": 2, "rotary": "normalised"},
     "mean": {"pool": "gap"},
-    "rotary": {"pos_embed": "none", "rotary": "normalised", "pool": "map"},
 }
 
 

@@ -20,7 +20,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.insight import charts, levels, plots, report, runs
 from vit_jax.main import main
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 HOSTILE = "<img src=x onerror=alert(1)>$$\\alpha$$"
 TOP1 = 0.5, 0.75, 0.25

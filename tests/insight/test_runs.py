@@ -13,7 +13,7 @@ from vit_jax.config.text import load_config
 from vit_jax.insight import plots, runs
 from vit_jax.main import main
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 
 def write_run(path, rows, **changes):

@@ -144,7 +144,8 @@ def test_run_shows_its_plan_and_what_it_calls(tpu_vm, call, shown, cloud, tmp_pa
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
 @pytest.mark.parametrize(
     "words",
-    [["create", "--topology=v5e:4x4", "--spot"], ["create", "--topology=v5p:4x4x4", "--reserved"],
+    [["create", "--topology=v5e:4x4", "--spot"],
+     pytest.param(["create", "--topology=v5p:4x4x4", "--reserved"], marks=pytest.mark.slow),
      pytest.param(["create", "--topology=v6e:16x16", "--num_slices=2", "--service_account=me@p"],
                   marks=pytest.mark.slow),
      *(pytest.param(words, marks=pytest.mark.slow) for words in (

@@ -236,11 +236,11 @@ def test_repeated_tokens_and_their_gradient():
 @pytest.mark.parametrize(
     ("gelu", "norm", "random", "gated", "keeps", "pieces"),
     [
-        ("tanh", "layer", True, False, True, 1),
+        ("tanh", "layer", True, False, True, 3),
         ("exact", "rms", False, False, True, 1),
-        ("silu", "layer", True, True, True, 3),
-        ("silu", "layer", True, True, False, 1),
-        pytest.param("tanh", "rms", False, False, False, 3, marks=pytest.mark.slow),
+        pytest.param("silu", "layer", True, True, True, 1, marks=pytest.mark.slow),
+        ("silu", "layer", True, True, False, 3),
+        pytest.param("tanh", "rms", False, False, False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_mlp(gelu, norm, random, gated, keeps, pieces):

@@ -98,22 +98,26 @@ def test_values_and_gradients_are_those_of_the_published_code(cappa, kind):
     share = float(kind == "parallel")
     objective, part, model, params, batch = of_golden(cappa, parallel_share=share)
     smooth = of_golden(cappa, parallel_share=share, smoothing=0.1)[0]
-    read = jax.jit(functools.partial(model.apply, method="tokens"))
-    tokens = read({"params": params}, batch["image"])
-    close(tokens, cappa["encoded"])
     captioner = part.make_captioner(model, TextFacts(60, 9, 1, 0))
-    own = {"params": params["objective"]["decoder"]}
-    logits = jax.jit(captioner.apply)(own, tokens, batch["text"], np.full(3, bool(share)))
-    close(logits, cappa[f"logits_{kind}"])
 
     def of(objective, mask=batch["mask"]):
         rows = {**batch, "mask": mask}
         return lambda params: objective.loss(params, STATE, rows, None, jax.random.key(0)).loss
 
-    loss, grads = jax.jit(jax.value_and_grad(of(objective)))(params)
+    @jax.jit
+    def compute(params):
+        own, is_parallel = {"params": params["objective"]["decoder"]}, np.full(3, bool(share))
+        tokens = model.apply({"params": params}, batch["image"], method="tokens")
+        logits = captioner.apply(own, tokens, batch["text"], is_parallel)
+        smoothed = of(smooth)(params)
+        return tokens, logits, smoothed, *jax.value_and_grad(of(objective))(params)
+
+    tokens, logits, of_smooth, loss, grads = compute(params)
+    close(tokens, cappa["encoded"])
+    close(logits, cappa[f"logits_{kind}"])
     assert float(loss) == pytest.approx(float(cappa[f"loss_{kind}"]), rel=2e-5)
     smoothed = float(cappa[f"loss_{kind}_smoothed"])
-    assert float(jax.jit(of(smooth))(params)) == pytest.approx(smoothed, rel=2e-5)
+    assert float(of_smooth) == pytest.approx(smoothed, rel=2e-5)
     start = f"grad_{kind}/"
     given = {published(name): grad for name, grad in tree.flatten_names(grads).items()}
     names = [name.removeprefix(start) for name in cappa if name.startswith(start)]

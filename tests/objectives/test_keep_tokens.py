@@ -126,7 +126,7 @@ def loss_of(name, keep_tokens, batch=BATCH, num_classes=5):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("lejepa", "self_distillation") else ())
+    [pytest.param(name, marks=() if name in ("supervised", "masked_patches") else pytest.mark.slow)
      for name in TASKS],
 )  # fmt: skip
 def test_a_share_that_keeps_every_patch_changes_no_loss(name):

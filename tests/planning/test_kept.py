@@ -147,7 +147,7 @@ TRUNK = r".*layer_[0-2]/.*|embedding/.*|pos_embedding|class_token"
 @pytest.mark.parametrize(
     ("changes", "topology", "compiled"),
     [
-        ({}, "v5e:4x4", 965_062_144),
+        pytest.param({}, "v5e:4x4", 965_062_144, marks=pytest.mark.slow),
         pytest.param(
             {"model.stochastic_depth": 0.1}, "v5e:4x4", 1_103_629_824, marks=pytest.mark.slow
         ),

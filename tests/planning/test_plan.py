@@ -682,7 +682,6 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model.remat": "full"},
         {"model.remat": "full", "model.remat_layers": 1},
         pytest.param({"optimizer.freeze": r"encoder/layer_0/.*"}, marks=pytest.mark.slow),
     ],

@@ -323,9 +323,8 @@ def test_layers_that_recompute_are_scanned_on_gpus(planned):
 @pytest.mark.parametrize(
     ("chip", "own", "more"),
     [("H100:8", {"model.remat": "dots"}, 0.7), ("H100:8", {"model.remat": "full"}, 2.5),
-     ("H100:8", {}, 0.35), ("T4:8", {}, 0.5), ("T4:8", {"model.scan": True}, 0.5),
-     ("H100:8", {"model.remat": "full", "model.scan": True}, UNCERTAINTY),
-     ("v5e:2x4", {"model.remat": "full"}, UNCERTAINTY)],
+     ("H100:8", {}, 0.35), ("T4:8", {}, 0.5),
+     ("H100:8", {"model.remat": "full", "model.scan": True}, UNCERTAINTY)],
     ids=str,
 )  # fmt: skip
 def test_unrolled_layers_with_remat_surely_fit_only_far_below_a_gpu_s_capacity(
@@ -345,8 +344,6 @@ def test_without_auto_the_layout_is_the_config_s(planned, capsys):
     assert rank(config, SIXTEEN) == [config] and not planned.calculated
     assert main([*PLAN, "--config.auto=false", "--format=json"]) == 0
     assert planned.compiled == [(1, False, 0)]
-    assert main([*PLAN, "--format=json"]) == 0
-    assert planned.compiled[1:] == [(16, False, 0)]
 
 
 @pytest.mark.parametrize(("by_layer", "code"), [(10, 0), (14, 0), (15, 3)])
@@ -423,12 +420,11 @@ def test_a_gpu_has_the_memory_that_jax_may_take():
     assert target_of([device]).chip == CHIPS["H100"]
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("H100:8", {1, 4}), ("H100:32", {1, 4, 8, 16})])
-def test_fsdp_may_be_one_of_several_hosts_with_gpus(name, sizes):
-    target = Target(find_slice(name), may_compile=False)
+def test_fsdp_may_be_one_of_several_hosts_with_gpus():
+    target = Target(find_slice("H100:32"), may_compile=False)
     settings = settings_of(config_of(global_batch_size=target.num_chips))
-    assert {shape["fsdp"] for shape in meshes(settings, target)} == sizes
-    assert rank_layouts(settings, target)[0].mesh.fsdp == min(8, max(sizes))
+    assert {shape["fsdp"] for shape in meshes(settings, target)} == {1, 4, 8, 16}
+    assert rank_layouts(settings, target)[0].mesh.fsdp == 8
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,7 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
            "model.depth": "1", "evals.test.batch_size": "360"}  # fmt: skip
     assert apply_overrides(config, list(own.items())) == []
     monkeypatch.setattr(loop, "compile_step", asked.count_steps())
-    eight, found = {"mesh.data": -1, "mesh.fsdp": 8}, []
-    asked.train_and_evaluate(config, tmp_path, choose_layout=lambda s, mesh: s.with_values(eight))
-    assert read_config(epath.Path(tmp_path)).mesh.fsdp == 8
+    split, found = {"mesh.data": -1, "mesh.fsdp": 2}, []
 
     def on(devices):
         make = functools.partial(make_mesh, devices=jax.devices()[:devices])
@@ -120,14 +118,16 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
         return make_experiment(settings, mesh, *args)
 
     monkeypatch.setattr(evaluate, "make_experiment", made)
-    on(8)
+    on(2)
+    asked.train_and_evaluate(config, tmp_path, choose_layout=lambda s, mesh: s.with_values(split))
+    assert read_config(epath.Path(tmp_path)).mesh.fsdp == 2
     scores = vit_jax.evaluate(tmp_path)
     on(1)
     assert vit_jax.evaluate(tmp_path)["test/loss"] == pytest.approx(scores["test/loss"], rel=1e-5)
-    assert found == [(8, 8), (1, 1)]
+    assert found == [(2, 2), (1, 1)]
     assert asked.prepare(config, tmp_path).mesh.size == 1
     with at_fault("mesh.replica"):
-        vit_jax.evaluate(tmp_path, overrides={"mesh.fsdp": 8})
+        vit_jax.evaluate(tmp_path, overrides={"mesh.fsdp": 2})
 
 
 RESTORE = """

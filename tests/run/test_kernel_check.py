@@ -66,7 +66,7 @@ def test_recomputed_layers_are_checked_in_their_own_form(fields, keeps, mesh, mo
     assert checked == keeps
 
 
-@pytest.mark.parametrize(("skipped", "decoder"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("skipped", "decoder"), [(0, False), (1, True)])
 def test_padding_of_pictures_is_checked(mesh, skipped, decoder):
     """A form without a kernel in its place, that may count one token too many."""
 

@@ -38,7 +38,7 @@ from vit_jax.transfer import init_variables, read_pretrained, with_image_size
 from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut
 from vit_jax.transfer.workdir import _cut
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 

@@ -15,7 +15,7 @@ from vit_jax.main import main
 from vit_jax.transfer import load_pretrained
 from vit_jax.transfer.push import _results
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 
 @pytest.fixture
