@@ -187,6 +187,7 @@ def step_of_a_vit(splits, accum_steps):
     mesh = make_mesh(replica=1, data=8 // fsdp, fsdp=fsdp, tensor=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "choose_exchange", lambda *args: exchange)
+        patch.setattr(experiment, "gradient_shardings", lambda params, mesh: params)  # as on TPUs
         made = experiment.make_experiment(settings_of(config), mesh)
         with jax.set_mesh(mesh):
             state = made.init()

@@ -251,7 +251,7 @@ def make_experiment(
         sam_radius=o.sam_radius,
         accum_steps=o.accum_steps,
         join=exchange.join and partial(exchange.join, shardings=shardings[0].params),
-        shardings=gradient_shardings(shardings[0].params, mesh),
+        shardings=None if exchange.join else gradient_shardings(shardings[0].params, mesh),
         pack=data.pack,
     )
     train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
