@@ -19,6 +19,7 @@ from vit_jax.base import tree
 from vit_jax.config import base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh
+from vit_jax.experiment import exchange as exchange_lib
 from vit_jax.experiment import experiment
 from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices, share_gradients
 from vit_jax.experiment.state import TrainState
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 SUPERVISED = Supervised().bind(Model(), make_loss("softmax"), RunFacts((), ()))
 BY_ROWS = dataclasses.replace(PLAIN, rows=RowKernels(EncoderBlock, None, None))
+WIDE = {"ops": BY_ROWS, "width": 128, "mlp_dim": 256}
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
 
@@ -96,12 +98,17 @@ def assert_equal_copies(arrays):
 
 
 @pytest.mark.parametrize(
-    ("accum_steps", "axis", "sums"), [(1, "data", 1), (2, "data", 1), (1, "fsdp", 2)]
+    ("accum_steps", "axis", "sums", "waits"),
+    [(1, "data", 1, False), (2, "data", 1, False), (1, "fsdp", 2, False), (1, "fsdp", 2, True)],
 )
 def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
-    accum_steps, axis, sums, monkeypatch
+    accum_steps, axis, sums, waits, monkeypatch
 ):
-    """Over fsdp the gradient of each share is then added over data."""
+    """Over fsdp the gradient of each share is then added over data.
+
+    `waits`: computation waits for an all-to-all, so a reduce-scatter takes its place.
+    """
+    monkeypatch.setattr(exchange_lib, "waits_for_all_to_all", lambda *args: waits)
     monkeypatch.setitem(WEIGHTS, "a", np.arange(16.0).reshape(4, 4) / 7)
     monkeypatch.setitem(WEIGHTS, "b", np.ones((1, 4)))
     sizes = {"data": 4, "fsdp": 1} if axis == "data" else {"data": 2, "fsdp": 4}
@@ -112,7 +119,8 @@ def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
     join = functools.partial(share_gradients, shardings=shardings, model=Model())
     (grads, metrics, state), program = gradients_of(mesh, accum_steps, join)
     (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
-    assert program.count(" all-reduce(") == sums and program.count(" all-to-all(") == 2
+    sent = " reduce-scatter(" if waits else " all-to-all("
+    assert program.count(" all-reduce(") == sums and program.count(sent) == 2
     assert_equal_copies(grads)
     for name, value in expected.items():
         assert grads[name].sharding.is_equivalent_to(shardings[name], 2)
@@ -235,8 +243,8 @@ def test_further_terms_are_not_exchanged(monkeypatch):
         ("data", {}, {"dtype": jnp.bfloat16}),
         (None, {}, {"remat": "full"}),
         (None, {}, {"remat": "full", "ops": BY_ROWS}),
-        ("data", {}, {"remat": "full", "ops": BY_ROWS, "width": 128, "mlp_dim": 256}),
-        (None, {}, {"remat": "dots", "ops": BY_ROWS, "width": 128, "mlp_dim": 256}),
+        ("data", {}, {"remat": "full"} | WIDE),
+        (None, {}, {"remat": "dots"} | WIDE),
         ("data", {}, {"dropout": 0.1, "attention_dropout": 0.1}),
         (None, {}, {"stochastic_depth": 0.1}),
         (None, {}, {"head_batch_norm": True}),
@@ -245,8 +253,9 @@ def test_further_terms_are_not_exchanged(monkeypatch):
         (None, {"indices": (0,) * 128}, {}),
         ("data", {"indices": (0,) * 16, "device_kind": "TPU v5 lite"}, {}),
         (None, {"indices": (0,) * 32, "device_kind": "TPU v5 lite"}, {}),
-        ("fsdp", {"indices": (0,) * 32, "device_kind": "TPU v5e", "data": 2, "fsdp": 16}, {}),
-        (None, {"indices": (0,) * 32, "device_kind": "TPU v5e", "data": 1, "fsdp": 32}, {}),
+        (None, {"indices": (0,) * 32, "device_kind": "TPU v5e", "data": 2, "fsdp": 16}, {}),
+        ("fsdp", {"indices": (0,) * 32, "device_kind": "TPU v5e", "data": 2, "fsdp": 16}, WIDE),
+        (None, {"indices": (0,) * 128, "data": 1, "fsdp": 128}, WIDE),
         (None, {"replica": 2, "data": 1}, {}),
         ("fsdp", {"data": 1, "fsdp": 2}, {}),
         ("fsdp", {"indices": (0,) * 4, "replica": 2, "data": 1, "fsdp": 2}, {}),

@@ -350,8 +350,9 @@ def test_gradients_are_scattered_over_data_and_fsdp_at_once():
 
 
 def test_on_tpus_gradients_are_scattered_over_fsdp_and_their_parts_reduced_over_data():
-    _, gpus = eight_chips(**{"mesh.data": 2, "mesh.fsdp": 4})
-    _, tpus = eight_chips("v5e:2x4", **{"mesh.data": 2, "mesh.fsdp": 4})
+    sizes = {"mesh.data": 2, "mesh.fsdp": 4, "model.scan": True}
+    _, gpus = eight_chips(**sizes)
+    _, tpus = eight_chips("v5e:2x4", **sizes)
     scattered = gpus["reduce-scatter", "fsdp"]
     assert tpus["reduce-scatter", "fsdp"] == scattered
     assert tpus["all-reduce", "data"] - gpus["all-reduce", "data"] == scattered / 4

@@ -52,8 +52,7 @@ class Exchange(NamedTuple):
     options: Mapping[str, bool] = MappingProxyType({})
 
 
-# Of more, a share of a matrix of 768 rows would be fewer rows than a tile in a TPU's memory has. On
-# larger slices of v5e the compiler refuses to compute behind an all-to-all ("limited ICI").
+# Of more, a share of a matrix of 768 rows would be fewer rows than a tile in a TPU's memory has.
 _MOST_SHARES = 64
 _MOST_OF_V5E = 16
 _V5E = ("TPU v5 lite", "TPU v5e")
@@ -83,7 +82,7 @@ def choose_exchange(
     without it. In several microbatches, whose sums are whole anyway, other models on TPUs without
     `fsdp` have it too, with whole parameters, and one exchange a step instead of one a microbatch.
     """
-    remats = ("none", "full") if has_row_kernels(model) else ("none",)
+    has_rows = has_row_kernels(model)
     devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
     if shape["tensor"] > 1 or (shape["fsdp"] > 1 and devices[0].platform == "cpu"):
         return Exchange()
@@ -92,26 +91,35 @@ def choose_exchange(
     if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
         # On CPUs a run draws the same values on every number of devices.
         return Exchange() if model.is_random else Exchange(partial(join_devices, mesh=mesh))
-    most = _MOST_OF_V5E if devices[0].device_kind in _V5E else _MOST_SHARES
     if devices[0].platform != "tpu" or len(devices) == 1:
         return Exchange()
     join, axis = partial(share_gradients, model=model, freeze=freeze), share_axis(shape)
+    waits = waits_for_all_to_all(devices[0].device_kind, len(devices))
     is_shared = not freeze and (
         (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
         and not (model.scan or model.stochastic_depth)
-        and model.remat in remats
+        and (model.remat == "none" or (model.remat == "full" and has_rows))
         and model.width * model.mlp_dim >= sharding.SPLIT_FROM
-        and (shape["replica"] == 1 or axis == "fsdp")
-        and shape[axis] <= most
+        and (axis == "fsdp" or (shape["replica"] == 1 and not waits))
+        and (has_rows or not waits)
+        and shape[axis] <= _MOST_SHARES
     )
     if is_shared:
-        return Exchange(join, axis, _ASYNCHRONOUS)
+        return Exchange(join, axis, MappingProxyType({}) if waits else _ASYNCHRONOUS)
     return Exchange(join) if accum_steps > 1 and shape["fsdp"] == 1 else Exchange()
 
 
 def share_axis(shape: Mapping[str, int]) -> str:
     """The axis of a mesh of `shape` along which devices keep shares of parameters, if they do."""
     return "fsdp" if shape["fsdp"] > 1 else "data"
+
+
+def waits_for_all_to_all(device_kind: str, number: int) -> bool:
+    """Whether the compiler computes nothing behind an all-to-all among so many devices.
+
+    It refuses to on more than 16 chips of v5e ("limited ICI"), in whatever order they are.
+    """
+    return device_kind in _V5E and number > _MOST_OF_V5E
 
 
 def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
@@ -132,7 +140,8 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
     The shares lie along `share_axis`.
 
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
-    added in float32. Gradients of small parameters are added with the objective's sums.
+    added in float32; by a reduce-scatter where computation waits for an all-to-all. Gradients of
+    small parameters are added with the objective's sums.
 
     Args:
       sums: as for `join_devices`.
@@ -142,7 +151,8 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
     """
     specs = {name: split.spec for name, split in tree.flatten_names(shardings).items()}
     mesh = jax.tree.leaves(shardings)[0].mesh
-    over = share_axis(mesh.shape)
+    over, device = share_axis(mesh.shape), mesh.devices.flat[0]
+    waits = waits_for_all_to_all(device.device_kind, mesh.size)
     axes = {name: spec.index(over) if over in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
@@ -162,7 +172,7 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
         small, out = _add_up(({name: g for name, g in whole.items() if not is_large[name]}, out))
         large = {name: g for name, g in whole.items() if is_large[name]}
         split = {
-            name: _scatter(grads[name], axis, sent_as[name], over)
+            name: _scatter(grads[name], axis, sent_as[name], over, waits)
             for name, axis in axes.items()
             if axis is not None
         }
@@ -182,17 +192,24 @@ def _gather(
     return whole.astype(share.dtype)
 
 
-def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike, over: str) -> jax.Array:
-    """This device's share of the float32 sum of all devices' `grad`.
+def _scatter(
+    grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike, over: str, waits: bool
+) -> jax.Array:
+    """This device's share of the float32 sum of all devices' `grad`; see `share_gradients`.
 
     Along the mesh axis `over` shares are sent in `dtype`, along the others added in float32.
     """
-    ways = jax.lax.axis_size(over)
-    shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
-    shares = jax.lax.all_to_all(shares, over, axis, 0)
-    # One by one: XLA's reduction over the first axis takes twice the cycles, and a conversion of
-    # all shares would be an operation of its own.
-    added = functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
+    if waits:
+        sent = grad.astype(dtype)
+        added = jax.lax.psum_scatter(sent, over, scatter_dimension=axis, tiled=True)
+        added = added.astype(grad.dtype)
+    else:
+        ways = jax.lax.axis_size(over)
+        shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
+        shares = jax.lax.all_to_all(shares, over, axis, 0)
+        # One by one: XLA's reduction over the first axis takes twice the cycles, and a conversion
+        # of all shares would be an operation of its own.
+        added = functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
     others = tuple(name for name in BATCH_AXES if name != over and jax.lax.axis_size(name) > 1)
     return jax.lax.psum(added, others) if others else added
 

@@ -271,7 +271,7 @@ class _Arrays:
         return Drawn(*(rest.pop(0) if is_given else None for is_given in self._drawn)), rest
 
     def added(self, rest: list[Any], first: Any) -> Any:
-        """What the piece adds its share to: `first`, or of the list the result of the one before."""
+        """What the piece adds its share to: `first`, or the last piece's result, of the list."""
         return rest.pop(0) if self.piece else first
 
     def cost(self, x_RD: jax.Array, products: int, arrays: int, hidden: int) -> pl.CostEstimate:
