@@ -124,9 +124,9 @@ def has_kernels(model: nn.Module) -> bool:
 
 def has_row_kernels(model: nn.Module) -> bool:
     """Whether `choose_ops` gave the model kernels of rows, and its sizes suit them."""
-    fields = about(model)
-    wide = fields.width, fields.mlp_dim
-    return getattr(model, "ops", PLAIN).rows is not None and not any(n % LANES for n in wide)
+    if getattr(model, "ops", PLAIN).rows is None:
+        return False
+    return not any(size % LANES for size in (about(model).width, about(model).mlp_dim))
 
 
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
