@@ -38,7 +38,8 @@ pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 SUPERVISED = Supervised().bind(Model(), make_loss("softmax"), RunFacts((), ()))
 BY_ROWS = dataclasses.replace(PLAIN, rows=RowKernels(EncoderBlock, None, None))
-WIDE = {"ops": BY_ROWS, "width": 128, "mlp_dim": 256}
+WIDE = {"ops": BY_ROWS, "width": 128, "mlp_dim": 256, "dtype": jnp.bfloat16}
+V5E = {"indices": (0,) * 16, "device_kind": "TPU v5e"}
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
 
@@ -243,8 +244,12 @@ def test_further_terms_are_not_exchanged(monkeypatch):
         ("data", {}, {"dtype": jnp.bfloat16}),
         (None, {}, {"remat": "full"}),
         (None, {}, {"remat": "full", "ops": BY_ROWS}),
-        ("data", {}, {"remat": "full"} | WIDE),
-        (None, {}, {"remat": "dots"} | WIDE),
+        ("data", V5E, {"remat": "full"} | WIDE),
+        (None, V5E, {"remat": "full"} | WIDE | {"dtype": jnp.float32}),
+        (None, V5E, {"remat": "full", "qk_norm": True} | WIDE),
+        (None, V5E, {"remat": "full"} | WIDE | {"width": 2048, "mlp_dim": 16384}),
+        (None, V5E, {"remat": "dots"} | WIDE),
+        (None, {}, {"remat": "full"} | WIDE),
         ("data", {}, {"dropout": 0.1, "attention_dropout": 0.1}),
         (None, {}, {"stochastic_depth": 0.1}),
         (None, {}, {"head_batch_norm": True}),
@@ -258,7 +263,10 @@ def test_further_terms_are_not_exchanged(monkeypatch):
         (None, {"indices": (0,) * 128, "data": 1, "fsdp": 128}, WIDE),
         (None, {"replica": 2, "data": 1}, {}),
         ("fsdp", {"data": 1, "fsdp": 2}, {}),
-        ("fsdp", {"indices": (0,) * 4, "replica": 2, "data": 1, "fsdp": 2}, {}),
+        (None, {"indices": (0,) * 4, "replica": 2, "data": 1, "fsdp": 2}, WIDE),
+        ("fsdp", V5E | {"replica": 2, "data": 1, "fsdp": 8}, WIDE),
+        (None, {"indices": (0,) * 4, "data": 2, "fsdp": 2}, {}),
+        ("fsdp", V5E | {"data": 4, "fsdp": 4}, {}),
         (None, {"indices": (0,) * 4, "data": 1, "fsdp": 2, "tensor": 2}, {}),
         (None, {"indices": (0,)}, {}),
     ],

@@ -18,6 +18,7 @@ from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.microbatches import choose_accum_steps, settle_microbatches
 from vit_jax.models import model_of
+from vit_jax.models.block_ops import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.run.teachers import place_teachers, read_teachers
 from vit_jax.transfer.shapes import abstract_params
@@ -240,6 +241,51 @@ def test_every_faulty_duration_names_its_key():
     config.schedule.name, config.schedule.milestones = "multistep", "5 steps, 0 steps"
     with at_fault("duration", "schedule.warmup", "schedule.milestones"):
         settings_of(config)
+
+
+def random_params(config, mesh):
+    """Parameters in which no leaf is zero."""
+    model = make_experiment(settings_of(config), mesh).model.clone(constrain=unconstrained)
+    rng = np.random.default_rng(0)
+    return tree.unflatten_names(
+        {name: 0.3 * rng.standard_normal(leaf.shape, np.float32)
+         for name, leaf in abstract_params(model).items()}
+    )  # fmt: skip
+
+
+def trained(config, mesh, params):
+    """(parameters, metrics of the last step) after three steps from `params`."""
+    experiment = make_experiment(settings_of(config), mesh)
+    with jax.set_mesh(mesh):
+        start = jax.tree.map(jax.device_put, params, experiment.shardings.params)
+        state = experiment.init().replace(params=start)
+        for step in range(3):
+            batch = {k: np.concatenate([v] * 4) for k, v in make_batch(step).items()}
+            batch["image"] = np.random.default_rng(step).permuted(batch["image"], axis=1)
+            # The first of two microbatches counts 8 rows, the second 2.
+            batch["mask"] = np.where(np.arange(4 * B) % 2, np.arange(4 * B) < 4, 1).astype("f")
+            batch = jax.tree.map(
+                lambda x, like: jax.device_put(x, like.sharding), batch, experiment.abstract_batch
+            )
+            state, metrics = experiment.train_step(state, batch)
+    return jax.device_get(tree.flatten_names(state.params)), jax.device_get(metrics)
+
+
+def test_microbatches_on_many_devices_are_the_batch_on_one(mesh):
+    """Microbatches have different numbers of masked rows."""
+    config = small_config(scan=True)
+    config.global_batch_size, config.optimizer.name = 4 * B, "sgd"
+    params = random_params(config, mesh)
+    expected, expected_metrics = trained(config, mesh, params)
+    config.optimizer.accum_steps = 2
+    many = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
+    found, metrics = trained(config, many, params)
+    for name, leaf in expected.items():
+        atol = 2e-5 * max(np.abs(leaf).max(), 1e-2)
+        np.testing.assert_allclose(found[name], leaf, rtol=0, atol=atol, err_msg=name)
+    assert metrics.keys() == expected_metrics.keys()
+    for key, value in expected_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-4), key
 
 
 def test_sizes_that_the_tensor_axis_does_not_divide_are_named(caplog):

@@ -51,6 +51,7 @@ def take_steps(run, number=2):
 @pytest.mark.parametrize(
     ("what", "mesh", "pairs", "fewest"),
     [
+        (None, "", [], 0),
         # The parameter stays where it is: device 3 computes its own rows and those of device 2.
         ("weight", "", [[2, 3], [3, 4]], 5),
         pytest.param("activation", "", [[3, 4]], 5, marks=pytest.mark.slow),
@@ -61,6 +62,10 @@ def take_steps(run, number=2):
 )
 def test_a_flipped_bit_is_caught_and_its_device_named(what, mesh, pairs, fewest, tmp_path):
     words = {"mesh.fsdp": "2"} if mesh else {}
+    if what is None:
+        assert take_steps(prepare_run(tmp_path)) == [1, 2]
+        assert not (tmp_path / "replay").exists()
+        return
     words["job.inject"] = f"flip:{what}:device=3:step=2"
     with pytest.raises(DivergedError, match=r"^step 2: a gradient computed twice differs") as error:
         take_steps(prepare_run(tmp_path, **words))

@@ -337,6 +337,10 @@ class Mesh(Section):
         None, "splits batches and the optimizer's state; None: -1, or as `auto` chooses"
     )
     fsdp: int | None = key(None, "splits parameters too; None: 1, or as `auto` chooses")
+    shares: bool = key(
+        True, "on TPUs, unrolled ViTs over fsdp gather all weights once a step, and send gradients "
+        "behind computation; False: layer by layer, slower and in less memory", before=False,
+    )  # fmt: skip
     tensor: int = key(1, "splits heads and inner channels")
     platform: str | None = key(
         None, "cpu, gpu or tpu; None: the best available", choices=("cpu", "gpu", "tpu")

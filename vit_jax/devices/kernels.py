@@ -33,7 +33,7 @@ from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
 from vit_jax.models.fast_block import FastBlock
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
-from vit_jax.models.kernels.rows import LANES
+from vit_jax.models.kernels.rows import MOST_ROWS
 from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.packing import Parts, attend_apart
 from vit_jax.models.rotary import turn
@@ -122,11 +122,15 @@ def has_kernels(model: nn.Module) -> bool:
     return getattr(model, "ops", PLAIN).attention_kernel is not None
 
 
-def has_row_kernels(model: nn.Module) -> bool:
-    """Whether `choose_ops` gave the model kernels of rows, and its sizes suit them."""
-    if getattr(model, "ops", PLAIN).rows is None:
+def has_row_kernels(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether both kernels of rows take the blocks of `model` on `mesh`, in blocks of some rows."""
+    if getattr(model, "ops", PLAIN).rows is None or model.dtype != jnp.bfloat16:
         return False
-    return not any(size % LANES for size in (about(model).width, about(model).mlp_dim))
+    if model.qk_norm or model.mlp_norm:
+        return False
+    width, vmem = about(model).width, _vmem_bytes(mesh)
+    found = mlp.find_blocks(MOST_ROWS, vmem, width, about(model).mlp_dim, model.gated_mlp)
+    return found is not None and projections.find_blocks(MOST_ROWS, vmem, width) is not None
 
 
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
@@ -384,7 +388,12 @@ def _rows_in_vmem(x_BND: jax.Array, mesh: Mesh) -> tuple[int, int]:
         B = 0 if is_split else B // mesh.size
     if x_BND.dtype != jnp.bfloat16:
         B = 0
-    return B * N, _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
+    return B * N, _vmem_bytes(mesh)
+
+
+def _vmem_bytes(mesh: Mesh) -> int:
+    """The bytes of a core's VMEM; 0 where there are no kernels of rows."""
+    return _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
 
 
 def _on_rows(compute: Callable, mesh: Mesh, specs: tuple) -> Callable:

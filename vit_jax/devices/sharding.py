@@ -60,6 +60,8 @@ _FOLLOWERS = re.compile(r"(opt_state|ema)/")
 # of so few bytes cost mostly latency, while the gradients of all such arrays are reduced in one.
 SPLIT_FROM = 1 << 16
 
+_ROWS_OF_TILE = 8  # in a TPU's memory
+
 # Adafactor's moments of a parameter: means over one axis, or the full moment.
 _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
 
@@ -137,12 +139,15 @@ def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
 def _split_rows(spec: list, shape: tuple[int, ...], num_axes: int, over: str, ways: int) -> list:
     """`spec` with `over` on the first of the last `num_axes` axes that `ways` divides.
 
+    Into whole tiles, if it divides one so.
+
     The shares of a matrix that is split by rows lie in one piece, and no TPU has to copy them.
     """
     others = [None if axis == over else axis for axis in spec]
-    for i in range(len(spec) - num_axes, len(spec)):
-        if shape[i] % ways == 0:
-            return [*others[:i], over, *others[i + 1 :]]
+    for rows in (_ROWS_OF_TILE, 1):
+        for i in range(len(spec) - num_axes, len(spec)):
+            if shape[i] % (rows * ways) == 0:
+                return [*others[:i], over, *others[i + 1 :]]
     return spec
 
 

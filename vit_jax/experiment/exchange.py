@@ -13,6 +13,7 @@ devices keep whole parameters, they add the gradients of all microbatches once, 
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -52,10 +53,8 @@ class Exchange(NamedTuple):
     options: Mapping[str, bool] = MappingProxyType({})
 
 
-# Of more, a share of a matrix of 768 rows would be fewer rows than a tile in a TPU's memory has.
+# Of more shares one of a matrix of 768 rows would have fewer rows than a tile in a TPU's memory.
 _MOST_SHARES = 64
-_MOST_OF_V5E = 16
-_V5E = ("TPU v5 lite", "TPU v5e")
 
 # By default computation waits for every all-to-all. With it all 20 of a ViT of 3 layers (B/16, data
 # 16 on v5e:4x4) go on behind it.
@@ -68,6 +67,7 @@ def choose_exchange(
     mesh: Mesh,
     freeze: str | None = None,
     accum_steps: int = 1,
+    shares: bool = True,
 ) -> Exchange:
     """The fastest exchange; it is XLA's own unless the objective `is_single_pass`.
 
@@ -76,14 +76,16 @@ def choose_exchange(
 
     On CPUs of several processes it is `join_devices`, for a model without random draws; it changes
     no more than the rounding. On TPUs it is `share_gradients`, for unrolled ViTs without frozen
-    parameters (`freeze`), which it would split; each chip draws its own dropout. On several slices
-    the shares lie along `fsdp`, within a slice. With it, layers that are recomputed without kernels
-    of rows save no memory: B/16 with full remat in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47
-    without it. In several microbatches, whose sums are whole anyway, other models on TPUs without
-    `fsdp` have it too, with whole parameters, and one exchange a step instead of one a microbatch.
+    parameters (`freeze`), which it would split; each chip draws its own dropout. Over `fsdp` the
+    config may forbid it (`mesh.shares`), as each chip then holds all weights. With it, layers that
+    are recomputed without kernels of rows save no memory: B/16 with full remat in 4 layers needs
+    1.36 GB (libtpu 0.0.52), 0.47 without it. Where chips wait for it, it is used over `fsdp` only,
+    for the kernels of rows. In several microbatches, whose sums are whole anyway, other models on
+    TPUs without `fsdp` use it too, with whole parameters, and one exchange a step instead of one a
+    microbatch.
     """
-    has_rows = has_row_kernels(model)
-    devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
+    devices, shape, has_rows = list(mesh.devices.flat), mesh.shape, has_row_kernels(model, mesh)
+    model = about(model)
     if shape["tensor"] > 1 or (shape["fsdp"] > 1 and devices[0].platform == "cpu"):
         return Exchange()
     if not (objective.is_single_pass and model.draws_rows_apart):
@@ -94,15 +96,19 @@ def choose_exchange(
     if devices[0].platform != "tpu" or len(devices) == 1:
         return Exchange()
     join, axis = partial(share_gradients, model=model, freeze=freeze), share_axis(shape)
-    waits = waits_for_all_to_all(devices[0].device_kind, len(devices))
-    is_shared = not freeze and (
-        (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
-        and not (model.scan or model.stochastic_depth)
-        and (model.remat == "none" or (model.remat == "full" and has_rows))
-        and model.width * model.mlp_dim >= sharding.SPLIT_FROM
-        and (axis == "fsdp" or (shape["replica"] == 1 and not waits))
-        and (has_rows or not waits)
-        and shape[axis] <= _MOST_SHARES
+    waits = waits_for_all_to_all(devices[0].device_kind, shape)
+    is_faster = (shares and (has_rows or not waits)) if axis == "fsdp" else not waits
+    saves_memory = model.remat == "none" or (model.remat == "full" and has_rows)
+    is_shared = (
+        is_faster
+        and saves_memory
+        and not freeze
+        and (
+            (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
+            and not (model.scan or model.stochastic_depth)
+            and model.width * model.mlp_dim >= sharding.SPLIT_FROM
+            and shape[axis] <= _MOST_SHARES
+        )
     )
     if is_shared:
         return Exchange(join, axis, MappingProxyType({}) if waits else _ASYNCHRONOUS)
@@ -114,12 +120,18 @@ def share_axis(shape: Mapping[str, int]) -> str:
     return "fsdp" if shape["fsdp"] > 1 else "data"
 
 
-def waits_for_all_to_all(device_kind: str, number: int) -> bool:
-    """Whether the compiler computes nothing behind an all-to-all among so many devices.
+def waits_for_all_to_all(device_kind: str, shape: Mapping[str, int]) -> bool:
+    """Whether computation waits for an all-to-all along `share_axis` of a mesh of `shape`.
 
-    It refuses to on more than 16 chips of v5e ("limited ICI"), in whatever order they are.
+    The compiler (libtpu 0.0.52) computes behind those of a whole slice, and of parts of up to 16
+    chips of v5e; it refuses those of more chips of v5e ("limited ICI").
     """
-    return device_kind in _V5E and number > _MOST_OF_V5E
+    number = math.prod(shape.values())
+    if shape["replica"] > 1:
+        return True
+    if device_kind in ("TPU v5 lite", "TPU v5e"):
+        return number > 16
+    return shape[share_axis(shape)] < number
 
 
 def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
@@ -151,8 +163,8 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
     """
     specs = {name: split.spec for name, split in tree.flatten_names(shardings).items()}
     mesh = jax.tree.leaves(shardings)[0].mesh
-    over, device = share_axis(mesh.shape), mesh.devices.flat[0]
-    waits = waits_for_all_to_all(device.device_kind, mesh.size)
+    over, device_kind = share_axis(mesh.shape), mesh.devices.flat[0].device_kind
+    waits = waits_for_all_to_all(device_kind, mesh.shape)
     axes = {name: spec.index(over) if over in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 

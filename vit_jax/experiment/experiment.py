@@ -229,7 +229,8 @@ def make_experiment(
 
     to_mesh = partial(on_mesh, mesh=mesh, kernels=settings.model.kernels)
     objective = objective_of(model, to_mesh)
-    exchange = choose_exchange(model, objective, mesh, o.freeze, o.accum_steps)
+    shares = settings.mesh.shares
+    exchange = choose_exchange(model, objective, mesh, o.freeze, o.accum_steps, shares)
 
     schedule = schedule_of(settings)
     tx = make_optimizer(o, schedule, run.duration)

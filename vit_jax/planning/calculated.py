@@ -198,7 +198,8 @@ def _count_temporaries(
 
     # What GPUs compute with does not depend on it, so one trace serves all their meshes.
     is_whole = target.chip.is_gpu or max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
-    is_whole = is_whole or _exchange_of(traced(True), mesh).shares is not None
+    if not is_whole and mesh.shape["tensor"] == 1:
+        is_whole = _exchange_of(traced(True), mesh).shares is not None
     return _temporaries_of(traced(is_whole), mesh, target.chip.platform, target.scale)
 
 
@@ -206,7 +207,8 @@ def _exchange_of(alone: "_Alone", mesh: Mesh) -> Exchange:
     """The exchange of an experiment on `mesh`."""
     experiment = _experiment_of(alone)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
-    return choose_exchange(*chosen, experiment.parts.accum_steps)
+    shares = alone.settings.mesh.shares
+    return choose_exchange(*chosen, experiment.parts.accum_steps, shares)
 
 
 @functools.lru_cache(maxsize=32)

@@ -165,7 +165,7 @@ def _add_parameters(
 ) -> None:
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = about(experiment.model), exchanges.shape
-    waits = waits_for_all_to_all(chip.device_kinds[0], math.prod(shape.values()))
+    waits = waits_for_all_to_all(chip.device_kinds[0], shape)
     sent = "reduce-scatter" if waits else "all-to-all"
     specs, learning = update_specs(experiment), _learning(experiment)
     params, is_joined = experiment.abstract_state.params, experiment.parts.join is not None

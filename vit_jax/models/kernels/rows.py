@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128  # of a vector register
-_FEWEST_ROWS, _MOST_ROWS = 256, 512  # of a block; with fewer XLA's products are faster
+_FEWEST_ROWS, MOST_ROWS = 256, 512  # of a block; with fewer XLA's products are faster
 _ROWS_MULTIPLE = 32  # rows of a tile of bytes
 _SHARE_OF_VMEM = 0.9  # most of VMEM that a kernel may use
 
@@ -28,13 +28,13 @@ class Blocks(NamedTuple):
     @classmethod
     def fitting(cls, rows: int, fixed: int, of_row: int, vmem_bytes: int) -> "Blocks | None":
         """The largest that fit with `fixed` bytes and `of_row` bytes a row; None if none fit."""
-        for block in range(_MOST_ROWS, _FEWEST_ROWS - 1, -_ROWS_MULTIPLE):
+        for block in range(MOST_ROWS, _FEWEST_ROWS - 1, -_ROWS_MULTIPLE):
             if rows and rows % block == 0 and fixed + block * of_row <= _SHARE_OF_VMEM * vmem_bytes:
                 return cls(rows, block, vmem_bytes)
         return None
 
     def of(self, columns: int, piece: int = 0) -> pl.BlockSpec:
-        """The blocks of so many columns; they are the array's piece of that number."""
+        """The blocks of so many columns, of the `piece`-th group of these columns."""
         return pl.BlockSpec((self.block_rows, columns), lambda i: (i, piece))
 
     def options(self) -> dict[str, Any]:
