@@ -217,7 +217,7 @@ def test_healthy_devices_agree_in_a_replay(name, words, fsdp):
     c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     mesh = make_mesh(replica=1, data=8 // fsdp, fsdp=fsdp, tensor=1)
     experiment = planned_experiment(settings_of(c), mesh)
-    shards = {key: leaf.sharding for key, leaf in experiment.abstract_batch.items()}
+    shards = jax.tree.map(lambda leaf: leaf.sharding, experiment.abstract_batch)
     with jax.set_mesh(mesh):
         teachers = place_teachers(read_teachers(*teaching(c)), experiment.abstract_frozen)
         state = experiment.init()  # with a head of zeros, which passes no gradients
