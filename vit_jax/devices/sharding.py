@@ -72,9 +72,10 @@ def state_shardings(state: tree.PyTree, mesh: Mesh, shares: str | None = None) -
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
     averages of a parameter that a rule splits are also split over `data` if a layer of them has at
     least SPLIT_FROM elements: on the axis that `fsdp` splits, else on the last one whose size
-    allows it. If devices keep shares of the parameters along the mesh axis `shares`, it splits such
-    layers by rows, and also their moments and averages. Arrays without a matching rule, and axes
-    whose size the mesh axis does not divide, are replicated and listed in a warning.
+    allows it. If devices keep shares of the parameters along the mesh axis `shares`, it
+    splits such layers by rows, and their moments and averages (not factored ones) too. Arrays
+    without a matching rule, and axes whose size the mesh axis does not divide, are replicated and
+    listed in a warning.
     """
     replicated = []
     named = tree.flatten_names(state)

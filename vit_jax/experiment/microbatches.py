@@ -42,9 +42,9 @@ def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share
 
     1 on GPUs, for objectives that do not allow it, and for models whose batch statistics or rows of
     packed pictures parts would change. On TPUs also for a small batch; if parameters are split, as
-    every part would exchange their gradients; and if a part would have few rows, or `share` divides
-    only into parts of less than half the rows, in which the layers' weights would take more time
-    than their tokens.
+    every part would exchange their gradients, or keep whole sums of them; and if a part would have
+    few rows, or `share` divides only into parts of less than half the rows, in which the layers'
+    weights would take more time than their tokens.
     """
     platform = mesh.devices.flat[0].platform
     is_whole = model.has_batch_statistics or model.pack is not None

@@ -120,9 +120,9 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
 
     added_s: seconds by which a step is longer than the products of its forward and backward pass:
       for layers that are computed again, and a scan; on TPUs for layers without kernels of rows
-      (`devices.kernels`), which need whole parameters on each device, and for shares of matrices
-      that end within a tile; and for exchanges of weights, gradients and updates, on TPUs only for
-      those that wait. Those of activations depend on no open key of the mesh.
+      (`devices.kernels`), which need whole weights on each device, and for shares of matrices that
+      end within a tile; and for exchanges of weights, gradients and updates, on TPUs only for those
+      that wait. Those of activations depend on no open key of the mesh.
     hidden_s: seconds of the exchanges behind computation; on GPUs 0.
 
     Raises:
@@ -290,8 +290,8 @@ class _Alone:
 
 
 def _mesh_of_one(target: Target, is_whole: bool) -> Mesh:
-    """A mesh of one device; unless a device holds whole kernels, it has no name, and no kernels of
-    rows (`devices.kernels`).
+    """A mesh of one device; unless it computes with whole weights, it has no name, and no kernels
+    of rows (`devices.kernels`).
     """
     device = describe_devices(target)[0]
     if not is_whole:

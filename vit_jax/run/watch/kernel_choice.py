@@ -73,8 +73,11 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
     model, forms = _find(settings, mesh)
     if not any(ops.attention_kernel for ops in forms.values()):
         return None
-    if mesh.shape["tensor"] > 1:
-        forms.pop("rows", None)  # needs whole parameters
+    is_split = mesh.shape["fsdp"] > 1 and (
+        settings.model.own.get("scan") or not settings.mesh.shares
+    )
+    if is_split or mesh.shape["tensor"] > 1:
+        forms.pop("rows", None)  # needs whole weights
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * settings.optimizer.accum_steps
     images = settings.run.global_batch_size // ways
 
