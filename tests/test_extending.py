@@ -244,6 +244,7 @@ def test_list_of_models(parts, capsys):
     assert "MyMixer-mu/16" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device", "without_checks")
 def test_own_positions_are_trained_evaluated_exported_and_drawn(parts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

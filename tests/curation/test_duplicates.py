@@ -148,6 +148,7 @@ def words_of(images, output, *more):
     return ["duplicates", "folder", where, f"--output={output}", "--workers=1", *more]
 
 
+@pytest.mark.slow
 def test_the_command_lists_what_a_run_leaves_out(images, tmp_path, capsys):
     pytest.importorskip("jinja2", reason="needs the extra report")
     assert main(words_of(images, tmp_path / "out", "--against=folder:val")) == 0

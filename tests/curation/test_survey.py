@@ -42,6 +42,7 @@ def sections(sources):
     return survey(sources, keeps_shape=False)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_there_is(sections):
     said = {section.subject: section for section in sections}
     assert [*said] == ["classes", "sizes", "square", "colours", "broken", "duplicates", "pictures"]

@@ -48,6 +48,7 @@ def test_iterator_has_no_thread_that_tunes():
     assert num_threads() < before + 20  # TensorFlow starts tuning with the first element
 
 
+@pytest.mark.slow
 def test_program_ends_while_an_iterator_runs_python():
     program = [sys.executable, "-c", ENDS_WHILE_PYTHON_RUNS]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=300)

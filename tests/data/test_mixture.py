@@ -153,6 +153,7 @@ def of_tiny(root, name, reader):
     return make_source(name, split="train", data_dir=str(root), image_size=(8, 8), reader=reader)
 
 
+@pytest.mark.slow
 def test_encoded_sources_with_and_without_record_files(tiny):
     tens, sixes = (of_tiny(tiny, name, "offsets") for name in ("tens", "sixes"))
     kept = dataclasses.replace(sixes, record_files=None)

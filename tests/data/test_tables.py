@@ -48,6 +48,7 @@ def batches(source, rows, order_name="record", batch=24, **how):
     return list(pipeline.host_batches(source, spec, rows=np.array(rows), **steps))
 
 
+@pytest.mark.slow
 def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path):
     how = {"split": "test[4900:5200]", "data_dir": str(shared_data), "image_size": SIZE}
     of_records = make_source("cifar10", **how, reader="offsets")

@@ -53,6 +53,7 @@ def numbered(labels, of=IMAGES):
     ]
 
 
+@pytest.mark.slow
 def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path, monkeypatch):
     how = {"split": "test[4900:5200]", "data_dir": str(shared_data), "image_size": SIZE}
     of_records = make_source("cifar10", **how, reader="offsets")

@@ -67,6 +67,7 @@ def test_a_plan_by_a_certificate(made, capsys):
         find_target(None, 2, read_certificate(made), may_compile=False)
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_sizes_by_a_certificate(made, capsys):
     words = ["--config.global_batch_size=4", "--config.data.image_size=32, 64 at 50 %"]
     figures = planned(capsys, f"--measured={made}", *words, "--config.duration=10 steps",

@@ -150,6 +150,7 @@ def test_coordinator(silent):
     assert "HOST:PORT" in found.found
 
 
+@pytest.mark.slow
 def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
     def choose(settings, mesh, *, may_compile):
         return settings if may_compile else settings.with_values({"mesh.fsdp": 8})

@@ -185,6 +185,7 @@ def test_targets_of_data_without_folders_are_those_of_its_split(tmp_path):
     assert find_targets(str(tmp_path), source) == [tmp_path / "val/1.png"]
 
 
+@pytest.mark.slow
 def test_targets_that_cannot_be_read_are_named(root, tmp_path):
     for changes, fault in (
         ({"evals.segmentation.targets": str(tmp_path)}, "5 of the 5 images of val"),

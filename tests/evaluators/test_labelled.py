@@ -157,6 +157,7 @@ def forgotten():
     plugins._PLUGINS.update(known)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forgotten", "never_with_checks")
 def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -50,6 +50,7 @@ def test_broken_images_do_not_count():
     assert found == {"rank": found["rank"], "share": found["rank"] / 12}
 
 
+@pytest.mark.slow
 def test_evaluators_of_a_run_on_images_without_classes(tmp_path):
     """Rank on those images; neighbours and a probe on another data set, which has labels."""
     for i in range(18):

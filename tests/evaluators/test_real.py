@@ -128,6 +128,7 @@ def test_the_published_labels(shared_data):
     assert labels[:3] == [[], [970, 795], [230, 231]]
 
 
+@pytest.mark.slow
 def test_file_names_of_a_prepared_data_set(shared_data):
     where = {"data_dir": str(shared_data), "image_size": (1, 1), "reader": "offsets"}
     sample = make_source("imagenet_sample", split="train", **where)

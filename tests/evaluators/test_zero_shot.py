@@ -32,6 +32,7 @@ def images(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_top1_is_that_of_predictions_by_labels(source, images, capsys):
     words = [f"--init_from={source}", "--config=evaluate:zeroshot,folder",
              f"--config.data.data_dir={images}", "--config.global_batch_size=8"]  # fmt: skip

@@ -99,6 +99,7 @@ def shapes_of(state):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device", "without_checks")
 def test_a_step_of_student_and_teacher_is_that_of_models_of_its_size(tmp_path):
     """Positions of 4 x 4 patches, resampled by hand to 3 x 3, in parameters and their average."""

@@ -66,6 +66,7 @@ def test_probabilities_by_hand(sources, picture, kind):
     assert np.allclose(dense, vit_jax.predict(picture, pretrained, output="dense"), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_predictor_takes_other_labels(sources, picture):
     predictor = vit_jax.load_predictor(sources["siglip"], LABELS)
     assert vit_jax.predict(picture, predictor) == predictor(picture)

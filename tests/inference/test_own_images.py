@@ -75,6 +75,7 @@ def others(images, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_labels_follow_the_names_of_the_model(run, others):
     config = read_config(epath.Path(run))
     config.data.data_dir, config.data.num_classes = str(others(ant="cow")), 3
@@ -276,6 +277,7 @@ def read_csv(path):
     return list(csv.reader(io.StringIO(path.read_text())))
 
 
+@pytest.mark.slow
 def test_tables_by_class_agree_with_the_accuracy(
     images, trained, tmp_path, one_device, monkeypatch, capsys
 ):

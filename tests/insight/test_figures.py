@@ -136,6 +136,7 @@ def test_outliers_are_counted_among_patches():
     assert (table["largest"][0], table["prefix"][0], table["median"][0]) == (4, 50, 1)
 
 
+@pytest.mark.slow
 def test_text_is_whole_and_legible():
     by_head = RNG.random((24, 16)) * 100
     images = RNG.integers(0, 255, (2, 24, 40, 3)).astype(np.uint8)

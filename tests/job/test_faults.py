@@ -84,6 +84,7 @@ def test_a_process_that_hangs_in_a_step_is_named(tmp_path):
             assert re.search(named, verdict(job, i)), verdict(job, i)
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
     own = {1: ("code", ("--config.optimizer.peak_lr=0.002",))}
     with endless(tmp_path, devices=1, own=own) as job:

@@ -295,6 +295,7 @@ def more_positions(monkeypatch):
         monkeypatch.setitem(POSITIONS, name, part)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("more_positions")
 def test_own_positions_turn_or_add_to_logits():
     def tokens(**fields):

@@ -166,6 +166,7 @@ def output(objective, params, batch=BATCH, key=0):
     return compiled(objective.loss)(params, batch, jax.random.key(key))
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_count_change_nothing():
     objective, _, _, params = small(parallel_share=0.5)
     out = output(objective, params)

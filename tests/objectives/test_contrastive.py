@@ -157,6 +157,7 @@ def run(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_run_can_be_evaluated_exported_and_asked_in_words(run, tmp_path):
     last = rows(run)[-1]
     found = vit_jax.evaluate(run)
@@ -232,6 +233,7 @@ def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, 
     assert are_equal(started.tokenizer, {path.name: path.read_bytes() for path in side.files})
 
 
+@pytest.mark.slow
 def test_a_text_tower_of_another_tokenizer_or_shape_is_not_taken(golden, tmp_path, caplog):
     source = siglip(golden, tmp_path / "pair")
     other = {"data.tokenizer": golden / "tokenizer_clip", **OF_GOLDEN}

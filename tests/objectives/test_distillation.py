@@ -153,6 +153,7 @@ def test_batch_statistics_of_teacher_and_student():
     np.testing.assert_allclose(mean, 0.1 * images[mask > 0].mean(axis=(0, 1, 2)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_divide_every_term_by_its_own_weight():
     """The same update in one part and in two, with masked rows that fall unevenly."""
     model = create_model("ViT-mu/4", 7, 8, width=8, mlp_dim=8, num_heads=2, pool="gap")

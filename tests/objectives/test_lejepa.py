@@ -89,6 +89,7 @@ def embedded(head, x):
     return x @ head["out"]["kernel"] + head["out"]["bias"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
     objective = objective_of(sigreg_weight=0.2)
     images = np.zeros((1, 8, 8, 3), np.float32)

@@ -202,6 +202,7 @@ def test_microbatches_divide_what_is_kept():
     assert one / 6 < four < 0.6 * one  # the images are there as a whole
 
 
+@pytest.mark.slow
 def test_a_model_of_a_plug_in_is_counted(monkeypatch):
     class Other(ViT):
         pass

@@ -993,6 +993,7 @@ def test_devices_of_a_target_are_as_many_as_its_chips():
     assert {device.device_kind for device in devices} <= set(CHIPS["B200"].device_kinds)
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_sizes_adds_up_their_plans():
     """A plan has the larger memory; for each size it equals the plan of a run at this size."""
     target = Target(find_slice("v5e:1x1"), may_compile=False)

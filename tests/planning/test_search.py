@@ -339,6 +339,7 @@ def test_unrolled_layers_with_remat_surely_fit_only_far_below_a_gpu_s_capacity(
         assert calculated.calculate_memory(settings, tight)["may_not_fit"] == (share > 1)
 
 
+@pytest.mark.slow
 def test_without_auto_the_layout_is_the_config_s(planned, capsys):
     config = config_of(auto=False)
     assert rank(config, SIXTEEN) == [config] and not planned.calculated

@@ -213,6 +213,7 @@ def test_of_other_families_it_is_unknown():
         )
 
 
+@pytest.mark.slow
 def test_a_calculated_plan():
     c = base_config()
     c.model.name, c.model.stages, c.model.stem_width = "R26+ViT-mu/16", (1,), 32

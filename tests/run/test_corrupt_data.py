@@ -80,6 +80,7 @@ def test_corrupt_records_are_counted_over_the_run_and_its_resumption(data_dir, t
     assert corrupt_rows(tmp_path / "a") == expected
 
 
+@pytest.mark.slow
 def test_a_run_stops_above_the_limit_and_goes_on_with_a_higher_one(
     data_dir, tmp_path, monkeypatch, capsys
 ):

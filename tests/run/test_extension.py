@@ -130,6 +130,7 @@ def runs(tmp_path_factory):
     return folder, run, run("whole", "20 steps")[0]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_start(runs):
     folder, run, longer = runs
     first, _ = run("extended", "10 steps", warmup="40 %")
@@ -193,6 +194,7 @@ def test_what_no_branch_can_be_made_of(runs):
         assert not (folder / "refused").exists()
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs, capsys):
     folder, run, _ = runs
     branch(folder / "whole", folder / "new", "cosine", {"duration": "30 steps"})

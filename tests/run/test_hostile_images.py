@@ -174,6 +174,7 @@ def test_evaluation(run, capsys):
     assert "val/top1" in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_prediction(root, run, capsys):
     words = ["predict", f"--init_from={run[0]}", f"{root}/images"]
     assert main([*words, "--format=json"]) == 1  # some cannot be read

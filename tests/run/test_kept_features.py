@@ -36,6 +36,7 @@ def loss_and_batch(run, state):
     return float(compute(state.params)), batch
 
 
+@pytest.mark.slow
 def test_a_step_reads_kept_features_instead_of_images(tmp_path, monkeypatch):
     plain, asked_for = (prepare(tmp_path, **{"data.keep_features": keep}) for keep in (False, True))
     assert "image" not in asked_for.experiment.abstract_batch

@@ -124,6 +124,7 @@ def test_another_form_must_be_faster_in_every_round(seconds, memory, chosen, clo
     assert kernel_choice._measure(None, mesh, 1, ["plain", "attention", "rows"], None, {}) == chosen
 
 
+@pytest.mark.slow
 def test_a_form_that_fails_is_left_out_and_a_run_that_asks_for_it_ends(
     clock, use_forms, tmp_path, monkeypatch, caplog
 ):

@@ -185,6 +185,7 @@ def test_a_run_goes_on_within_each_number_of_tokens(
     np.testing.assert_allclose(found, loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_packed_run_goes_on(make_config, tmp_path, monkeypatch, caplog):
     """Its rows are those of the batches of one pass, also behind a stop."""

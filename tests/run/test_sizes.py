@@ -104,6 +104,7 @@ def test_each_step_is_that_of_a_model_of_its_size(finished):
     assert asked["data"]["image_size"] == SCHEDULE
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_any_stage(finished, tmp_path, monkeypatch):
     """From within a stage and from where one ends; what it did before is not compiled again."""
     compiled, compile_step = [], loop.compile_step
@@ -130,6 +131,7 @@ def test_a_run_goes_on_from_any_stage(finished, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_what_watches_a_run_knows_the_size_of_a_step(tmp_path, finished, monkeypatch):
     """The norms by layer and replays; and what computes step 2 again from a later state."""
     words = {"log.by_layer": "true", "job.replay_every": "1 steps"}
@@ -175,6 +177,7 @@ def test_every_example_comes_once_in_an_epoch(tmp_path):
         np.testing.assert_array_equal(batch["id"], by_step[step])
 
 
+@pytest.mark.slow
 def test_the_last_steps_see_all_patches(tmp_path):
     """keep_tokens=0.5 until step 5: each step equals one with its share alone."""
     words = {"duration": "8 steps", "model.keep_tokens": "0.5"}

@@ -107,6 +107,7 @@ def test_a_plan_takes_a_tokenizer_of_the_stated_size():
     assert parse_preprocessing(Settings.of(chosen)).text.vocabulary == 500
 
 
+@pytest.mark.slow
 def test_it_goes_on_only_with_its_tokenizer_and_its_captions(
     workdir, tmp_path, golden, monkeypatch, caplog
 ):

@@ -88,6 +88,7 @@ def test_members_are_families_by_sizes_by_durations(config):
     assert keys_at_fault(config) == ["study.durations"]
 
 
+@pytest.mark.slow
 def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
     monkeypatch.setattr(law, "_cached_fit", functools.partial(fit_law, num_draws=60))
     results = results_of(config, worse=0.1)
@@ -108,6 +109,7 @@ def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
     assert not few.is_complete and few.values["laws"] == {}
 
 
+@pytest.mark.slow
 def test_a_plan_has_a_row_for_each_member_and_plans_each_step_once(config, monkeypatch):
     config.model.name, config.data.name, config.data.image_size = "ViT-mu/4", "digits", 8
     config.global_batch_size, config.duration, config.optimizer.peak_lr = 8, "10 steps", 0.1

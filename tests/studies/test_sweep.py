@@ -119,6 +119,7 @@ def test_rows_have_mean_and_deviation_over_the_seeds():
     assert report_of(config, results).best.names == best  # one lucky seed beside a diverged one
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     def study(workdir, *flags):
         return main(["study", f"--config={CONFIG}", f"--workdir={tmp_path / workdir}", *flags])

@@ -70,6 +70,7 @@ def test_step_figures_are_those_of_the_experiment(step_figures):
     assert step_figures["memory_per_device_bytes"] > 3 * 4 * experiment.num_params
 
 
+@pytest.mark.slow
 def test_step_figures_are_positive_and_ordered(step_figures):
     assert step_figures["compile_s"] > 0
     assert len(spreads(step_figures)) == 4
@@ -135,6 +136,7 @@ def test_input_of_pixels_stands_alone(one_short_round):
     assert not [name for name in figures if name.startswith("ratio")]
 
 
+@pytest.mark.slow
 def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
     tmp_path, capsys, monkeypatch
 ):
