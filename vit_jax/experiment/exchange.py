@@ -79,10 +79,9 @@ def choose_exchange(
     parameters (`freeze`), which it would split; each chip draws its own dropout. Over `fsdp` the
     config may forbid it (`mesh.shares`), as each chip then holds all weights. With it, layers that
     are recomputed without kernels of rows save no memory: B/16 with full remat in 4 layers needs
-    1.36 GB (libtpu 0.0.52), 0.47 without it. Where chips wait for it, it is used over `fsdp` only,
-    for the kernels of rows. In several microbatches, whose sums are whole anyway, other models on
-    TPUs without `fsdp` use it too, with whole parameters, and one exchange a step instead of one a
-    microbatch.
+    1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums are whole anyway,
+    other models on TPUs without `fsdp` use it too, with whole parameters, and one exchange a step
+    instead of one a microbatch.
     """
     devices, shape, has_rows = list(mesh.devices.flat), mesh.shape, has_row_kernels(model, mesh)
     model = about(model)
@@ -96,8 +95,8 @@ def choose_exchange(
     if devices[0].platform != "tpu" or len(devices) == 1:
         return Exchange()
     join, axis = partial(share_gradients, model=model, freeze=freeze), share_axis(shape)
-    waits = waits_for_all_to_all(devices[0].device_kind, shape)
-    is_faster = (shares and (has_rows or not waits)) if axis == "fsdp" else not waits
+    is_faster = not _waits_for_all_to_all(devices[0].device_kind, shape)
+    is_faster &= shares or axis == "data"
     saves_memory = model.remat == "none" or (model.remat == "full" and has_rows)
     is_shared = (
         is_faster
@@ -111,7 +110,7 @@ def choose_exchange(
         )
     )
     if is_shared:
-        return Exchange(join, axis, MappingProxyType({}) if waits else _ASYNCHRONOUS)
+        return Exchange(join, axis, _ASYNCHRONOUS)
     return Exchange(join) if accum_steps > 1 and shape["fsdp"] == 1 else Exchange()
 
 
@@ -120,11 +119,12 @@ def share_axis(shape: Mapping[str, int]) -> str:
     return "fsdp" if shape["fsdp"] > 1 else "data"
 
 
-def waits_for_all_to_all(device_kind: str, shape: Mapping[str, int]) -> bool:
+def _waits_for_all_to_all(device_kind: str, shape: Mapping[str, int]) -> bool:
     """Whether computation waits for an all-to-all along `share_axis` of a mesh of `shape`.
 
     The compiler (libtpu 0.0.52) computes behind those of a whole slice, and of parts of up to 16
-    chips of v5e; it refuses those of more chips of v5e ("limited ICI").
+    chips of v5e; it refuses those of more chips of v5e ("limited ICI"). Reduce-scatters in
+    their place were no faster than XLA's partitioner (docs/explanation/performance.md).
     """
     number = math.prod(shape.values())
     if shape["replica"] > 1:
@@ -152,8 +152,7 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
     The shares lie along `share_axis`.
 
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
-    added in float32; by a reduce-scatter where computation waits for an all-to-all. Gradients of
-    small parameters are added with the objective's sums.
+    added in float32. Gradients of small parameters are added with the objective's sums.
 
     Args:
       sums: as for `join_devices`.
@@ -163,8 +162,7 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
     """
     specs = {name: split.spec for name, split in tree.flatten_names(shardings).items()}
     mesh = jax.tree.leaves(shardings)[0].mesh
-    over, device_kind = share_axis(mesh.shape), mesh.devices.flat[0].device_kind
-    waits = waits_for_all_to_all(device_kind, mesh.shape)
+    over = share_axis(mesh.shape)
     axes = {name: spec.index(over) if over in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
@@ -184,7 +182,7 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
         small, out = _add_up(({name: g for name, g in whole.items() if not is_large[name]}, out))
         large = {name: g for name, g in whole.items() if is_large[name]}
         split = {
-            name: _scatter(grads[name], axis, sent_as[name], over, waits)
+            name: _scatter(grads[name], axis, sent_as[name], over)
             for name, axis in axes.items()
             if axis is not None
         }
@@ -204,24 +202,17 @@ def _gather(
     return whole.astype(share.dtype)
 
 
-def _scatter(
-    grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike, over: str, waits: bool
-) -> jax.Array:
-    """This device's share of the float32 sum of all devices' `grad`; see `share_gradients`.
+def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike, over: str) -> jax.Array:
+    """This device's share of the float32 sum of all devices' `grad`.
 
     Along the mesh axis `over` shares are sent in `dtype`, along the others added in float32.
     """
-    if waits:
-        sent = grad.astype(dtype)
-        added = jax.lax.psum_scatter(sent, over, scatter_dimension=axis, tiled=True)
-        added = added.astype(grad.dtype)
-    else:
-        ways = jax.lax.axis_size(over)
-        shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
-        shares = jax.lax.all_to_all(shares, over, axis, 0)
-        # One by one: XLA's reduction over the first axis takes twice the cycles, and a conversion
-        # of all shares would be an operation of its own.
-        added = functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
+    ways = jax.lax.axis_size(over)
+    shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
+    shares = jax.lax.all_to_all(shares, over, axis, 0)
+    # One by one: XLA's reduction over the first axis takes twice the cycles, and a conversion of
+    # all shares would be an operation of its own.
+    added = functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
     others = tuple(name for name in BATCH_AXES if name != over and jax.lax.axis_size(name) > 1)
     return jax.lax.psum(added, others) if others else added
 

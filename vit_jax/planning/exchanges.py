@@ -15,7 +15,7 @@ from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import Chip
 from vit_jax.devices.mesh import AXES, BATCH_AXES
-from vit_jax.experiment.exchange import share_axis, waits_for_all_to_all
+from vit_jax.experiment.exchange import share_axis
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models.contract import Model, about, with_known
@@ -73,8 +73,8 @@ def collective_table(
       once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
       `sharding.gradient_shardings`.
     - Parameters of which devices keep shares (`experiment.exchange`) are gathered once, their
-      gradients go to their places all to all, or by reduce-scatters, and are then all-reduced over
-      the other axes of the batch, in float32. Where devices compute their own rows, but keep
+      gradients go to their places all to all, and are then all-reduced over the other axes of the
+      batch, in float32. Where devices compute their own rows, but keep
       whole parameters, gradients are all-reduced once per step, in float32.
     - Frozen parameters are only gathered.
     - Parameters whose optimizer state is split over data are gathered over data after the update,
@@ -165,8 +165,6 @@ def _add_parameters(
 ) -> None:
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = about(experiment.model), exchanges.shape
-    waits = waits_for_all_to_all(chip.device_kinds[0], shape)
-    sent = "reduce-scatter" if waits else "all-to-all"
     specs, learning = update_specs(experiment), _learning(experiment)
     params, is_joined = experiment.abstract_state.params, experiment.parts.join is not None
     still = set(tree.parts(params)[: _count_still(experiment)])
@@ -185,7 +183,7 @@ def _add_parameters(
         if is_joined and (over := share_axis(shape)) in leaf.sharding.spec:
             whole = share * shape[over]
             exchanges.add("all-gather", over, whole * weight_size, arrays)
-            exchanges.add(sent, over, whole * gradient_size, arrays)
+            exchanges.add("all-to-all", over, whole * gradient_size, arrays)
             for axis in {*BATCH_AXES} - {over}:
                 exchanges.add("all-reduce", axis, share * leaf.dtype.itemsize, arrays)
             continue
