@@ -39,6 +39,10 @@ _ROWS = 8  # of a tile
 # Fraction of the time of the products at the chip's peak. With 64 images a chip B/16 loses 0.27 and
 # L/16 0.23; fewer images lose less. Each of the two kernels gains about half: S/16.
 _LOST_WITHOUT_KERNELS = 0.15
+# How often a TPU reads or writes what it holds of the float32 parameters for update and conversion:
+# g/14, 16 images a chip, takes 302 Mcycles on data 256 of v5e, and 252 by the same kernels if fsdp
+# 16 splits them.
+_PASSES_OF_PARAMS = 6
 _KERNELS = "projections_forward", "mlp_forward"
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 # The same of unrolled layers on GPUs: XLA kept up to 1.19 times as much; with remat "dots" 1.5
@@ -120,9 +124,10 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
 
     added_s: seconds by which a step is longer than the products of its forward and backward pass:
       for layers that are computed again, and a scan; on TPUs for layers without kernels of rows
-      (`devices.kernels`), which need whole weights on each device, and for shares of matrices that
-      end within a tile; and for exchanges of weights, gradients and updates, on TPUs only for those
-      that wait. Those of activations depend on no open key of the mesh.
+      (`devices.kernels`), which need whole weights on each device, for shares of matrices that end
+      within a tile, and for the update of the parameters that a device holds; and for exchanges of
+      weights, gradients and updates, on TPUs only for those that wait. Those of activations depend
+      on no open key of the mesh.
     hidden_s: seconds of the exchanges behind computation; on GPUs 0.
 
     Raises:
@@ -144,6 +149,7 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
         passes += _UNEVEN * any(_is_uneven(leaf) for leaf in leaves)
         missing = sum(not has_kernel(jaxpr, name) for name in _KERNELS) / len(_KERNELS)
         added += _LOST_WITHOUT_KERNELS * missing * 3 * forward_s
+        added += _PASSES_OF_PARAMS * memory["params"] / target.chip.hbm_bytes_per_s
     added += (passes + _SCAN * model.scan) * forward_s
     return {"memory_bytes": memory, "added_s": added, "hidden_s": hidden}
 
