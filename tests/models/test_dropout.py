@@ -8,8 +8,8 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.devices.kernels import draw_bytes_by_device
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
+from vit_jax.devices.random_bytes import draw_bytes_by_device
 from vit_jax.models.dropout import Dropout, draw_kept, kept_share, threefry_bytes
 
 KEY = jax.random.key(3)

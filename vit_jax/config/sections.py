@@ -22,17 +22,14 @@ class Run(Section):
     """The run."""
 
     seed: int = key(
-        0,
-        "of the data order, the initial weights, augmentation and dropout",
+        0, "of the data order, the initial weights, augmentation and dropout",
         within="[0, 4294967295]",
-    )
+    )  # fmt: skip
     global_batch_size: int = key(None, "over all hosts and devices", within=BATCH, decided=True)
     duration: int = key(
-        None,
-        'length of the run: "90 epochs", "10000 steps" or "5e6 examples"',
-        form="length",
+        None, 'length of the run: "90 epochs", "10000 steps" or "5e6 examples"', form="length",
         decided=True,
-    )
+    )  # fmt: skip
     init_from: str | None = key(
         None,
         "initial weights: a workdir, file, address or name; None or 'scratch': random weights; "

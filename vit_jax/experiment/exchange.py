@@ -53,7 +53,7 @@ class Exchange(NamedTuple):
     options: Mapping[str, bool] = MappingProxyType({})
 
 
-# Of more shares one of a matrix of 768 rows would have fewer rows than a tile in a TPU's memory.
+# A TPU's memory has tiles of 8 rows. With more shares, one of a matrix of 768 rows fills no tile.
 _MOST_SHARES = 64
 
 # By default computation waits for every all-to-all. With it all 20 of a ViT of 3 layers (B/16, data
@@ -99,15 +99,11 @@ def choose_exchange(
     is_faster &= shares or axis == "data"
     saves_memory = model.remat == "none" or (model.remat == "full" and has_rows)
     is_shared = (
-        is_faster
-        and saves_memory
-        and not freeze
-        and (
-            (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
-            and not (model.scan or model.stochastic_depth)
-            and model.width * model.mlp_dim >= sharding.SPLIT_FROM
-            and shape[axis] <= _MOST_SHARES
-        )
+        (is_faster and saves_memory)
+        and not (freeze or model.scan or model.stochastic_depth)
+        and (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
+        and model.width * model.mlp_dim >= sharding.SPLIT_FROM
+        and shape[axis] <= _MOST_SHARES
     )
     if is_shared:
         return Exchange(join, axis, _ASYNCHRONOUS)
@@ -157,7 +153,8 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | N
 
     Args:
       sums: as for `join_devices`.
-      shardings: of the parameters: whole on each device, or one axis split over that of the mesh.
+      shardings: of the parameters. A parameter is whole on each device, or `share_axis` splits one
+        axis of it.
       model: says in which dtype it computes with a kernel.
       freeze: matches parameters whose gradients are 0 on every device; they are not sent.
     """

@@ -72,8 +72,8 @@ def collective_table(
       whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
       once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
       `sharding.gradient_shardings`.
-    - Parameters of which devices keep shares (`experiment.exchange`) are gathered once, their
-      gradients go to their places all to all, and are then all-reduced over the other axes of the
+    - Devices may keep shares of parameters (`experiment.exchange`). These are gathered once. Their
+      gradients go to the shares all to all, and are then all-reduced over the other axes of the
       batch, in float32. Where devices compute their own rows, but keep
       whole parameters, gradients are all-reduced once per step, in float32.
     - Frozen parameters are only gathered.

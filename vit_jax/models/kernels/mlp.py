@@ -3,9 +3,9 @@
 Axes: R rows (the tokens of all images), D width, F hidden width, C hidden units of a chunk.
 
 A program of the kernel takes a block of rows; the kernels of both products stay in VMEM. If they do
-not fit, the hidden units are computed in pieces, one after the other, each of which adds its share
-of the branch and rounds the sum: by 2 pieces 3 layers of H/14 take 10 % fewer cycles than by XLA.
-The forward pass also writes the hidden units before their activation, which the backward pass
+not fit, the kernel runs once for each piece of the hidden units. Each run adds its share of the
+branch to the rows, and rounds them. With 2 pieces 3 layers of H/14 take 10 % fewer cycles than by
+XLA. The forward pass also writes the hidden units before their activation, which the backward pass
 reads. In a layer that is recomputed it does not, and the backward pass computes them again in VMEM,
 so that nothing needs the forward pass a second time. The backward pass sums the gradients of the
 parameters over all rows in VMEM, in float32. Neither normalised tokens nor activated hidden units
