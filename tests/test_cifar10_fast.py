@@ -11,7 +11,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.run.setup.validation import find_faults
 
 
-@pytest.mark.parametrize(("form", "first"), [("fast", ""), ("fast,held_out", "450 steps")])
+@pytest.mark.parametrize(("form", "first"), [("fast", ""), ("hour", ""), ("fast,held_out", "450 steps")])
 def test_each_run_is_made_once(form, first, tmp_path, monkeypatch):
     tool, started = load_module(notebooks.ROOT / "tools/cifar10_fast.py"), []
 
@@ -31,5 +31,5 @@ def test_each_run_is_made_once(form, first, tmp_path, monkeypatch):
         tool.main()
         assert len(started) == seeds * number
     assert [c.seed for c in started] == [0] * number + [1] * number
-    assert started[0].duration == (first or load_config("cifar10:fast").duration)
+    assert started[0].duration == (first or load_config(f"cifar10:{form}").duration)
     assert len(read_rows(tool.TABLE)) == 2 * number

@@ -483,9 +483,10 @@ def test_the_two_arms_of_5k_differ_in_their_ops_only():
     assert plain == medium1
 
 
-def test_choices_for_fast_are_made_on_a_tenth_of_train():
+@pytest.mark.parametrize("word", ["fast", "hour"])
+def test_choices_are_made_on_a_tenth_of_train(word):
     """The test split is read once, at the end, by the recipe that trains on all of train."""
-    whole, choosing = load("cifar10", "fast"), load("cifar10", "fast,held_out")
+    whole, choosing = load("cifar10", word), load("cifar10", f"{word},held_out")
     (entry,) = choosing.evals.values()
     assert (choosing.data.split, entry.split) == ("train[:90%]", "train[90%:]")
     assert (whole.data.split, [*whole.evals]) == ("train", ["test"])
@@ -496,8 +497,9 @@ def test_choices_for_fast_are_made_on_a_tenth_of_train():
         load("cifar10", "5k,held_out")
 
 
-def test_blocks_hold_most_of_the_flops_of_fast():
-    c = load("cifar10", "fast")
+@pytest.mark.parametrize("word", ["fast", "hour"])
+def test_blocks_hold_most_of_the_flops(word):
+    c = load("cifar10", word)
     model = create_model(c.model.name, 10, 32, **model_fields(c))
     tokens, matrices = model.num_tokens_in_training, 4 * model.width + 2 * model.mlp_dim
     blocks = model.depth * tokens * model.width * (matrices + 2 * tokens)
