@@ -11,7 +11,9 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.run.setup.validation import find_faults
 
 
-@pytest.mark.parametrize(("form", "first"), [("fast", ""), ("hour", ""), ("fast,held_out", "450 steps")])
+@pytest.mark.parametrize(
+    ("form", "first"), [("fast", ""), ("hour", ""), ("fast,held_out", "450 steps")]
+)
 def test_each_run_is_made_once(form, first, tmp_path, monkeypatch):
     tool, started = load_module(notebooks.ROOT / "tools/cifar10_fast.py"), []
 

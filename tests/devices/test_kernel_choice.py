@@ -210,18 +210,22 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     assert_same(loss_and_grads(model.clone(ops=fastest_on_tpu(model, mesh)), mesh), expected)
 
 
-def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_are(monkeypatch):
+def test_a_kernel_takes_the_rows_of_one_device(monkeypatch):
+    """Also where each device, or each group of devices along fsdp, computes its own rows."""
     seen = []
     target = "vit_jax.devices.kernels.short_attention.attention"
     monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
-    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=1, devices=jax.devices()[:4])
     kernel = fastest_on_tpu(small_model(), mesh).attention_kernel
     attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
-    own_rows = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    for on_rows in (attend, own_rows):
+    of_devices, of_groups = (
+        jax.shard_map(attend, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=names)
+        for axes, names in ((("data", "fsdp"), {*mesh.axis_names}), ("data", {"data"}))
+    )
+    for compute in (attend, of_devices, jax.jit(of_groups)):
         with jax.set_mesh(mesh):
-            assert on_rows(jnp.ones((4, 8, 4, 8))).shape == (4, 8, 4, 8)
-    assert seen == [(2, 8, 32)] * 2
+            assert compute(jnp.ones((4, 8, 4, 8))).shape == (4, 8, 4, 8)
+    assert seen == [(1, 8, 32)] * 3
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from vit_jax.devices.cudnn import described_attention
 from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.devices.random_bytes import draw_bytes_by_device
+from vit_jax.devices.sharding import on_shares
 from vit_jax.models.block_ops import (
     PLAIN,
     BlockOps,
@@ -315,17 +316,13 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     """`attend` on every device's images and heads.
 
     It takes arrays (B, N, H, K), then of the heads (H, K), then of the images (B or 1, ...).
-    Where each device computes its own rows already (`experiment.exchange`), it is `attend`.
     """
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return attend
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
 
     def on_all(*args: tuple[jax.Array, ...]) -> jax.Array:
         more = (tuple(P(BATCH_AXES if len(x) > 1 else None) for x in arg) for arg in args[2:])
         specs = (images, heads, *more)
-        share = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=images, check_vma=False)
-        return share(*args)
+        return on_shares(attend, mesh, specs, images)(*args)
 
     return on_all
 
@@ -384,7 +381,7 @@ def _find_projections_kernel(x_BND: jax.Array, *, mesh: Mesh) -> Callable | None
 def _rows_in_vmem(x_BND: jax.Array, mesh: Mesh) -> tuple[int, int]:
     """The rows of a device, 0 where it has no kernel of rows, and the bytes of a core's VMEM."""
     B, N, _ = x_BND.shape
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+    if {*mesh.axis_names} - {*jax.sharding.get_abstract_mesh().manual_axes}:
         is_split = max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1 or B % mesh.size
         B = 0 if is_split else B // mesh.size
     if x_BND.dtype != jnp.bfloat16:
@@ -398,12 +395,8 @@ def _vmem_bytes(mesh: Mesh) -> int:
 
 
 def _on_rows(compute: Callable, mesh: Mesh, specs: tuple) -> Callable:
-    """`compute` on every device's rows, unless it computes its own already; see `_on_devices`."""
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return compute
-    return jax.shard_map(
-        compute, mesh=mesh, in_specs=specs, out_specs=P(BATCH_AXES), check_vma=False
-    )
+    """`compute` on every device's rows."""
+    return on_shares(compute, mesh, specs, P(BATCH_AXES))
 
 
 def _short_attention(

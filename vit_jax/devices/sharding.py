@@ -252,6 +252,34 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+def on_shares(compute: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`compute` on each device's share of its arguments.
+
+    Axes over which each device computes its own rows already (`experiment.exchange`, or the places
+    of a replay) split nothing here. If all do, it is `compute` itself.
+
+    Args:
+      in_specs, out_specs: a tree of `PartitionSpec`s for each argument, and for the result, as
+        `jax.shard_map` takes them.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    free = {*mesh.axis_names} - {*around.manual_axes}
+    if not free:
+        return compute
+
+    def of_free(spec: P) -> P:
+        axes = ((part,) if isinstance(part, str) else part or () for part in spec)
+        return P(*(tuple(axis for axis in each if axis in free) for each in axes))
+
+    in_specs, out_specs = jax.tree.map(
+        of_free, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P)
+    )
+    return jax.shard_map(
+        compute, mesh=around if around.manual_axes else mesh, in_specs=in_specs,
+        out_specs=out_specs, axis_names=free, check_vma=False,
+    )  # fmt: skip
+
+
 def share_out(function: Callable[[jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
     """`function` of each matrix of a stack (M, rows, columns), whose shape it keeps.
 
