@@ -1,6 +1,8 @@
 """LeJEPA (arXiv:2511.08544): views of an image predict each other, and embeddings stay normal.
 
 python -m vit_jax.main --config=configs/lejepa.py --config.data.data_dir=DIR --workdir=$W
+Your own images, of any size, with or without classes:
+  --config=configs/lejepa.py:folder --config.data.data_dir=IMAGES
 About 11 CPU minutes: --config=configs/lejepa.py:cifar10 --config.data.data_dir=DIR
 A minute, on handwritten digits: --config=configs/lejepa.py:digits
 A few seconds: --config=configs/lejepa.py:debug
@@ -18,14 +20,18 @@ from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     begin,
     debug_on_digits,
+    debug_on_own_images,
     set_length,
     use_adamw,
     use_cifar10,
     use_imagenet,
+    use_own_images,
+    use_small_views,
     use_vit,
 )
 
 WORDS = {
+    "folder": "a small ViT on your own images, with or without classes",
     "cifar10": "a small ViT on CIFAR-10",
     "digits": "a tiny ViT on handwritten digits, a minute",
     "debug": "a few steps of a tiny model",
@@ -37,7 +43,9 @@ def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
     c.objective.name, c.objective.sigreg_weight = "lejepa", 0.05
     use_adamw(c)
-    if "cifar10" in chosen:
+    if "folder" in chosen:
+        make_own(c)
+    elif "cifar10" in chosen:
         make_small(c)
     else:
         follow_paper(c)
@@ -66,6 +74,14 @@ def follow_paper(c):
     c.evals.probe = linear_probe(**splits, **how, every="100 epochs", l2=(0.001, 0.01, 0.1))
     c.evals.rank = rank(split="train", **how, every="10 epochs")
     c.evals.images = patch_features(split="validation", **how, every="10 epochs")
+
+
+def make_own(c):
+    """A ViT of 1.2 million parameters on own images, from scratch."""
+    use_own_images(c, "1000 steps")
+    use_small_views(c, "scaled_inception_crop")
+    c.objective.directions, c.objective.head_width, c.objective.embedding_width = 256, 256, 32
+    c.optimizer.peak_lr = 1e-3
 
 
 def make_small(c):

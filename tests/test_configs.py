@@ -296,8 +296,10 @@ def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
         size = image_hw(config.data.image_size)
         shape = (*size, 3) if config.data.name == "synthetic" else of_one_size.get(config.data.name)
         model = types.SimpleNamespace(image_size=size, num_classes=None)
-        spec = workdir._spec_of(settings_of(config), model, epath.Path(tmp_path))
-        eval_ops = parse_preprocessing(settings_of(config)).eval_ops
+        settings = settings_of(config)
+        evals = [*settings.evals.values()]
+        spec = workdir._spec_of(settings.data, evals, "softmax", model, epath.Path(tmp_path))
+        eval_ops = parse_preprocessing(settings).eval_ops
         own = {on_pixels(eval_ops[n]) for n, e in config.evals.items() if e.data_name is None}
         if own:  # siglip and clip measure other data only
             cases[spec, shape, *own] = f"{name}:{words}"

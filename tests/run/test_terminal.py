@@ -43,14 +43,15 @@ def terminal_screen(text):
 
 def test_progress_prints_lines_where_there_is_no_terminal():
     out, clock = console(terminal=False), FakeClock()
-    with Progress(3000, start=500, console=out, clock=clock) as progress:
+    own = {"metrics": ["top3", "own"], "console": out, "clock": clock}
+    with Progress(3000, start=500, **own) as progress:
         clock.now += 1000
         progress.update(1000, SCALARS)
         clock.now += 1000
-        progress.update(2000, {"train/loss": 1.0})
+        progress.update(2000, {"train/loss": 1.0, "train/top3": 0.5, "train/own": 2.5})
     assert out.file.getvalue().splitlines() == [
         f"step 1,000/3,000 | ETA 1:06:40{LINE}",
-        "step 2,000/3,000 | ETA 0:22:13 | train/loss 1",
+        "step 2,000/3,000 | ETA 0:22:13 | train/loss 1 | train/top3 50.0% | train/own 2.5",
     ]
 
 

@@ -129,11 +129,11 @@ def _of_parts() -> tuple[dict[str, str], _Declared]:
 
 
 def _row(key: str, value: Any, by: str, declared: "Key") -> Row:
-    from vit_jax.config import FREE_ON_RESUME
+    from vit_jax.config import is_free_on_resume
     from vit_jax.config.registries import REGISTRIES
     from vit_jax.run.setup.changes import KEYS_OF_THE_END
 
-    resume = "past" if key in KEYS_OF_THE_END else "yes" if key.startswith(FREE_ON_RESUME) else "no"
+    resume = "past" if key in KEYS_OF_THE_END else "yes" if is_free_on_resume(key) else "no"
     value = "required" if value is ... else value
     choices = [", ".join(registry) for registry in REGISTRIES if registry.selector == key]
     form = choices[0] if choices else declared.describe()

@@ -49,16 +49,15 @@ from vit_jax.config.registries import (
 )
 from vit_jax.config.settings import Settings
 from vit_jax.config.stored import (
-    FREE_ON_RESUME,
     changed_evals,
     changed_keys,
+    is_free_on_resume,
     say_changes,
 )
 
 __all__ = [
     "EVALUATORS",
     "FAMILIES",
-    "FREE_ON_RESUME",
     "FROM_0",
     "LAYOUT_KEYS",
     "LOSSES",
@@ -94,6 +93,7 @@ __all__ = [
     "find_unrecorded",
     "flatten",
     "image_hw",
+    "is_free_on_resume",
     "key",
     "own_keys",
     "own_split",

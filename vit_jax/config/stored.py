@@ -27,11 +27,10 @@ from vit_jax.config.evals import EVALUATORS, make_entry
 from vit_jax.config.sections import SECTIONS
 from vit_jax.config.upgrades import FORMAT, upgrade
 
-# Keys that may change on resume: they affect where and how a run is executed, not its result.
-FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
-                  "data.data_dir", "data.reader", "data.max_corrupt_fraction", "data.tokenizer",
-                  "data.exclude",  # its content is in the fingerprint of the data
-                  "model.remat", "model.remat_layers", "model.kernels")  # fmt: skip
+_FREE_SECTIONS = {"mesh", "checkpoint", "stop", "log", "evals", "job", "study"}
+_FREE_KEYS = {"auto", "data.data_dir", "data.reader", "data.max_corrupt_fraction", "data.tokenizer",
+              "data.exclude",  # its content is in the fingerprint of the data
+              "model.remat", "model.remat_layers", "model.kernels"}  # fmt: skip
 
 
 # Keys of an `evals` entry that do not affect measured values.
@@ -51,6 +50,11 @@ def keep_resolved(asked: ConfigDict, stored: "StoredConfig") -> dict[str, Any]:
     }
 
 
+def is_free_on_resume(key: str) -> bool:
+    """Whether a resumed run may change `key`: it affects where and how a run is executed only."""
+    return key in _FREE_KEYS or key.partition(".")[0] in _FREE_SECTIONS
+
+
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """{key: (old value, new value)} for changed keys that must not change on resume.
 
@@ -60,7 +64,7 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
     changed = {
         key: (a.get(key), b.get(key))
         for key in sorted(a.keys() | b.keys())
-        if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
+        if a.get(key) != b.get(key) and not is_free_on_resume(key)
     }
     if all(str(ids).endswith(".npz") for ids in changed.get("data.subset", "?")):
         changed.pop("data.subset")  # a file of record ids that moved, as of `data.exclude`

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import SOURCES, Evaluator
-from vit_jax.config.parts import LARGEST_SIDE
 from vit_jax.config.sections import Data
 from vit_jax.data.id_files import SUFFIX
 from vit_jax.data.mixture import mixed_keys
@@ -28,19 +27,6 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         )
         if number
     }
-    faults.need(
-        not d.num_local or d.local_size is not None,
-        f"data.local_size=None: needs a positive int or a pair of them, up to {LARGEST_SIDE}",
-    )
-    faults.need(
-        not d.num_local or d.num_global,
-        f"data.num_local={d.num_local}: needs global views too; set --config.data.num_global=2",
-    )
-    faults.need(
-        d.tokenizer is None or d.text_length is not None,
-        f"data.tokenizer={d.tokenizer!r}: reads nothing with data.text_length=None; set "
-        "--config.data.text_length=64",
-    )
     faults.need(
         d.text_length is None or not any(op.mixes for op in (ops or ((), ()))[1]),
         f"data.text_length={d.text_length}: data.ops mixes images, and captions cannot be mixed; "
@@ -73,7 +59,6 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     if d.pack is not None:
         _check_rows(d, d.pack, faults)
     _check_records(d, faults)
-    _check_pixels(d, faults)
 
 
 def _check_records(d: Data, faults: Faults) -> None:
@@ -90,10 +75,6 @@ def _check_records(d: Data, faults: Faults) -> None:
             f"data.exclude={d.exclude!r}: data.subset={d.subset!r} names records of the whole "
             "split; leave out one, or write the set without the excluded by `vit_jax prepare`",
         )
-    faults.need(
-        not (d.soft_labels and d.multi_label),
-        "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",
-    )
     faults.check(mixed_keys, d)
     if SOURCES.find(d.name).is_made:
         for key in ("classes", "exclude", "subset", "mix"):
@@ -140,21 +121,6 @@ def _need_own_shape(ops: Sequence[HostOp], key: str, d: Data, faults: Faults) ->
         f"{key}: {', '.join(sized)} would change the shape that data.max_tokens={d.max_tokens} "
         "keeps; leave out ops that set a size (files need decode only)",
     )
-
-
-def _check_pixels(d: Data, faults: Faults) -> None:
-    faults.need(
-        d.pixel_range is None or (len(d.pixel_range) == 2 and d.pixel_range[0] < d.pixel_range[1]),
-        f"data.pixel_range={d.pixel_range}: needs LOW,HIGH with LOW < HIGH, such as 0,4095",
-    )
-    for key, values in {"mean": d.mean, "std": d.std}.items():
-        numbers = all(isinstance(v, int | float) for v in values)
-        alike = len(values) in (1, 3) and (d.channels == 1 or len({*values}) == 1)
-        faults.need(
-            numbers and (len(values) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
-            f"data.{key}={values}: needs {d.channels} numbers, one per channel, or 1 for all, for "
-            f"pixels in [0, 1]{', above 0' if key == 'std' else ''}",
-        )
 
 
 def check_eval_ops(evals: Mapping[str, Evaluator], data: Data, faults: Faults) -> None:

@@ -25,7 +25,6 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     if isinstance(objective, Part):
         _check_objective(settings, objective, faults)
     if isinstance(loss, Part):
-        faults.check(loss.bind)
         learns = settings.model.name is not None and getattr(objective, "learns_labels", False)
         is_used = learns or not all(entry.learns_classes for entry in settings.evals.values())
         faults.need(
@@ -33,11 +32,6 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
             f"loss.name={loss.name!r}: makes the classes of an image compete, and "
             "data.multi_label gives it several; set --config.loss.name=sigmoid",
         )
-    faults.need(
-        o.ema_decay_end is None or o.ema_decay is not None,
-        f"optimizer.ema_decay_end={o.ema_decay_end}: needs optimizer.ema_decay at the start of the "
-        "run; None keeps the decay constant",
-    )
     faults.need(
         schedule.lowered == 1 or o.on_spike == "lower",
         f"schedule.lowered={schedule.lowered}: needs a branch of a run with "

@@ -130,7 +130,8 @@ class StoredModel:
         self.source, self._workdir, self._trained = str(workdir), workdir, trained
         self.read_text_side: Callable[[], TextSide] | None = None
         self._checkpoints = workdir / "checkpoints"
-        self._best = best_step(workdir, trained) if best else None
+        keep_best = trained.checkpoint.keep_best
+        self._best = best_step(workdir, keep_best, trained.evals) if best else None
         steps = restore.saved_steps(self._checkpoints)
         self.facts = {"checkpoints in --workdir": steps, "best step": self._best}
         names, number = read_class_names(workdir), trained.data.num_classes

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.pictures import Images, Pictures, counts_of
 from vit_jax.base.tree import OBJECTIVE, Batch, Params
-from vit_jax.config import POSITIVE, key
+from vit_jax.config import LOSSES, POSITIVE, key
 from vit_jax.config.settings import Settings
 from vit_jax.models.contract import about, for_one_size, with_known
 from vit_jax.models.watched import Outputs, watch
@@ -302,10 +302,11 @@ class _Logits:
                     f"objective.teacher={teacher.source!r}: has {has}, and the data have "
                     f"{needed:,}; fine-tune it first, or set --config.objective.mode=features"
                 )
-            elif mode == "soft" and teacher.loss == "sigmoid":
+            elif mode == "soft" and teacher.loss and LOSSES.find(teacher.loss).excludes is False:
                 faults.append(
-                    f"objective.teacher={teacher.source!r}: was trained with the sigmoid, so its "
-                    "classes do not exclude each other; set --config.objective.mode=hard"
+                    f"objective.teacher={teacher.source!r}: was trained with loss.name="
+                    f"{teacher.loss}, so its classes do not exclude each other; set "
+                    "--config.objective.mode=hard"
                 )
         collect_faults(faults)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.config import Part, key, sections
 from vit_jax.objectives.contract import LossFn
 
@@ -28,6 +28,21 @@ class Loss(sections.Loss, Part):
       cross-entropy, whose term a class weight multiplies. None: it takes neither.
     """
 
+    def check(self) -> list[str]:
+        faults = Faults()
+        faults.need(
+            not self.z_loss or self.excludes,
+            f"z_loss={self.z_loss}: needs classes that exclude each other, which "
+            f"loss.name={self.name} has not; set it to 0",
+        )
+        faults.need(
+            self.class_weights is None or self.excludes is not None,
+            f"class_weights={self.class_weights!r}: loss.name={self.name} takes none; set it to "
+            "None",
+        )
+        faults.check(parse_class_weights, self.class_weights)
+        return faults
+
     def __call__(
         self, logits_BC: jax.Array, labels: jax.Array, label_smoothing: float
     ) -> jax.Array:
@@ -44,21 +59,8 @@ class Loss(sections.Loss, Part):
         Evaluators report this loss too. What is only for training goes into `loss_sum` of
         `Supervised`. z_loss: Zoph et al. 2022 (arXiv:2202.08906); Chowdhery et al. 2022
         (arXiv:2204.02311), section 5, use 1e-4.
-
-        Raises:
-          InputError: for a z_loss without softmax, or class weights that the loss does not take.
         """
-        z_loss, class_weights = self.z_loss, self.class_weights
-        if z_loss and not self.excludes:
-            raise InputError(
-                f"loss.z_loss={z_loss}: only works with loss.name=softmax; set it to 0"
-            )
-        if class_weights is not None and self.excludes is None:
-            raise InputError(
-                f"loss.class_weights={class_weights!r}: goes with loss.name=softmax or sigmoid; "
-                "set it to None"
-            )
-        weights = parse_class_weights(class_weights)
+        z_loss, weights = self.z_loss, parse_class_weights(self.class_weights)
 
         def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
             loss_B = self(logits_BC, labels, self.label_smoothing)
@@ -141,7 +143,7 @@ def parse_class_weights(text: str | None) -> list[float] | None:
         weights = []
     if not weights or not all(0 < weight < math.inf for weight in weights):
         raise InputError(
-            f"loss.class_weights={text!r}: needs balanced, or a positive number for each class, "
+            f"class_weights={text!r}: needs balanced, or a positive number for each class, "
             "e.g. 1,2.5"
         )
     return weights

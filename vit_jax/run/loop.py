@@ -242,15 +242,15 @@ def open_loop(
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
     """
-    total_steps = run.experiment.total_steps
+    total_steps, log = run.experiment.total_steps, run.settings.log
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     spikes = Spikes(run, frozen, meta)
     step = watched_step(run, run.by_stage(compile_step, start), frozen, start + 1)
     with (
         PreemptionGuard() as guard,
         open_writer(run, start if meta else None, lock) as writer,
-        Progress(total_steps, start, flops=run.flops) as progress,
-        Profiler(run.settings.log.profile, run.workdir / "profile") as profiler,
+        Progress(total_steps, start, flops=run.flops, metrics=log.metrics or ()) as progress,
+        Profiler(log.profile, run.workdir / "profile") as profiler,
         open_memory(run) as memory,
         Record(run, start, meta, since, writer, progress, lock, past, spikes) as record,
         open_checkpoints(run, selection, lock) as checkpoints,

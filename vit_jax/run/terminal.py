@@ -3,8 +3,9 @@
 import contextlib
 import datetime
 import logging
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from absl.logging import get_absl_logger
 from rich import progress
@@ -30,6 +31,7 @@ class Progress(contextlib.AbstractContextManager):
       total_steps: length of the whole run.
       start: the step that the run continues from; the clock starts when this object is made.
       flops: of the first so many steps.
+      metrics: names of training's metrics that it shows; of evaluators it shows top1.
       console: where the line is shown.
       clock: returns seconds.
     """
@@ -40,11 +42,13 @@ class Progress(contextlib.AbstractContextManager):
         start: int = 0,
         *,
         flops: Callable[[int], float] = float,
+        metrics: Collection[str] = (),
         console: Console = CONSOLE,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._total_steps, self._console, self._clock = total_steps, console, clock
         self._start, self._flops = (start, clock()), flops
+        self._metrics = {f"train/{name}" for name in metrics}
         cut = Column(no_wrap=True, overflow="ellipsis")
         line = TextColumn("{task.description}", markup=False, table_column=cut)
         bar = BarColumn(_BAR_WIDTH, table_column=Column(width=_BAR_WIDTH))
@@ -58,14 +62,16 @@ class Progress(contextlib.AbstractContextManager):
         self._live.stop()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show the step, the time left, every `*/loss` and `*/top1`, the speed and the MFU.
+        """Show the step, the time left, every `*/loss`, accuracies, the speed and the MFU.
 
         A narrow terminal cuts the end of the line. The time left is extrapolated by FLOPs from the
         wall time since the start, including evaluations and saves.
         """
         parts = [f"step {step:,}/{self._total_steps:,}", f"ETA {self._time_left(step)}"]
         parts += [f"{name} {v:.4g}" for name, v in scalars.items() if name.endswith("/loss")]
-        parts += [f"{name} {v:.1%}" for name, v in scalars.items() if name.endswith("/top1")]
+        for name, value in scalars.items():
+            if name.endswith("/top1") or name in self._metrics:
+                parts.append(f"{name} {value:{'.1%' if is_accuracy(name) else '.4g'}}")
         if "time/images_per_s" in scalars:
             parts.append(f"{scalars['time/images_per_s']:,.0f} images/s")
         if "time/mfu" in scalars:
@@ -115,7 +121,7 @@ class _ConsoleHandler(logging.Handler):
 def is_accuracy(name: str) -> bool:
     """Whether a metric is an accuracy, or its deviation, which are shown in percent."""
     leaf = name.removesuffix("_raw").removesuffix(FLIPS)
-    return is_of_class(name) or leaf.endswith(("top1", "top5", "top1_std"))
+    return is_of_class(name) or re.search(r"top\d+(_std)?$", leaf) is not None
 
 
 def is_of_class(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,10 @@ def read(source: Source) -> Pretrained:
     if source.best and path != source.path:
         raise InputError("is one step of a run; leave out the step, or the choice of the best one")
     settings = Settings.of(config)
-    chosen = path / "checkpoints" / str(best_step(path, settings)) if source.best else source.path
+    chosen = source.path
+    if source.best:
+        best = best_step(path, settings.checkpoint.keep_best, settings.evals)
+        chosen = path / "checkpoints" / str(best)
     averages = settings.has_average
     if averaged is not None and not averages:
         raise InputError(NO_CHOICE.format(path))
@@ -81,7 +84,8 @@ def read(source: Source) -> Pretrained:
     }
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(restored))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
-    spec = _spec_of(settings, model, path)
+    evals = [*settings.evals.values()]
+    spec = _spec_of(settings.data, evals, settings.loss.name, model, path)
     division = read_division(path, settings.data)
     own = chosen, path, (settings.objective, settings.data), model, weights
     texts = partial(_read_texts, *own) if of_texts else None
@@ -133,13 +137,13 @@ def _restore_own(
     return own if name is None else own[name]
 
 
-def best_step(path: epath.Path, settings: Settings) -> int:
-    """The step that `checkpoint.keep_best` keeps of the run in the workdir `path`.
+def best_step(path: epath.Path, metric: str | None, evals: Mapping[str, Evaluator]) -> int:
+    """The best step by `metric`, `checkpoint.keep_best`, of the run in the workdir `path`.
 
     Raises:
       InputError: the run does not keep its best step, or has not evaluated a saved step.
     """
-    metric, where = settings.checkpoint.keep_best, f"{path}: the run has kept no best step"
+    where = f"{path}: the run has kept no best step"
     if metric is None:
         raise InputError(
             f"{where}, as checkpoint.keep_best is None; leave out the choice of the best step, or "
@@ -148,7 +152,7 @@ def best_step(path: epath.Path, settings: Settings) -> int:
     saved = restore.saved_steps(path / "checkpoints")
     found = read_values(path, max(saved, default=0), is_asked=metric.__eq__).get(metric, {})
     values = {step: value for step, value in found.items() if step in saved}
-    step, _ = find_best(values, find_direction(settings.evals, metric))
+    step, _ = find_best(values, find_direction(evals, metric))
     if step is None:
         raise InputError(f"{where} by {metric} yet; wait, or leave out the choice of the best step")
     logger.info("%s: step %d is the best by %s, %.5g", path, step, metric, values[step])
@@ -201,9 +205,11 @@ def _restore(
     return step, jax.tree.map(np.asarray, restored[0])
 
 
-def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:
+def _spec_of(
+    data: Data, evals: Sequence[Evaluator], loss: str, model: nn.Module, workdir: epath.Path
+) -> Spec:
     """The facts about its images in the run's config and class names."""
-    data, ops = settings.data, _evaluated_by(settings.data, [*settings.evals.values()])
+    ops = _evaluated_by(data, evals)
     return Spec(
         image_size=model.image_size,
         resize="antialiased",
@@ -212,7 +218,7 @@ def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:
         class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
         cut=_cut(ops, model.image_size or data.image_size),
         ops=ops,
-        loss=settings.loss.name,
+        loss=loss,
         exif=data.exif,
         pixel_range=data.pixel_range,
         decoding=data.decoding,

@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.config.registries import SOURCES
+from vit_jax.config.registries import LOSSES, SOURCES
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
@@ -87,7 +87,8 @@ class Pseudo(DataSet):
             where = f"data.split={request.split!r}: {facts['name']} {facts['split']}"
             raise InputError(f"{where} has changed since it was labelled; label it again")
         of_records = keep_records(images, found.record)
-        labels, adds_up = tf.constant(found.label), facts["loss"] != "sigmoid"
+        labels = tf.constant(found.label)
+        adds_up = LOSSES.find(facts["loss"]).excludes is not False
 
         def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
             label = tf.gather(labels, record_ids)

@@ -176,8 +176,8 @@ def _with_rule(
     was = stored.resolved
     before = Settings.read(was)
     # In steps, as a share of the run such as "5 %" would move what is past.
-    free = config_lib.FREE_ON_RESUME
-    fixed = {key: f"{n} steps" for key, n in before.durations.items() if not key.startswith(free)}
+    lengths = before.durations.items()
+    fixed = {key: f"{n} steps" for key, n in lengths if not config_lib.is_free_on_resume(key)}
     lasts = {name: float(str(values[-1])) for name, values in past_of(before, step).items()}
     defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
     changes = fixed | defaults
