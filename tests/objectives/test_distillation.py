@@ -14,7 +14,7 @@ from at_fault import at_fault
 from numpy_vit import random_params
 from read_settings import make_loss
 
-from vit_jax.config import OBJECTIVES
+from vit_jax.config import LOSSES, OBJECTIVES
 from vit_jax.devices.flops import program_flops
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
@@ -28,6 +28,7 @@ from vit_jax.objectives.distillation import (
     parse_teachers,
 )
 from vit_jax.objectives.features import parse_features
+from vit_jax.objectives.losses import Sigmoid
 from vit_jax.run.teachers import compare_classes
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
@@ -286,13 +287,19 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
     assert distance(8) == pytest.approx(distance(1), rel=1e-5)
 
 
-def test_teachers_that_do_not_fit():
+class Binary(Sigmoid):
+    """A plug-in's loss, whose classes do not exclude each other."""
+
+
+def test_teachers_that_do_not_fit(monkeypatch):
+    monkeypatch.setitem(LOSSES, "binary", Binary)
     other = teacher_of(GOLDEN["teacher_logits"])._replace(model=Logits(num_classes=5))
     with at_fault("objective.teacher"):
         objective_of(Logits(), [other])
-    sigmoid = teacher_of(GOLDEN["teacher_logits"], loss="sigmoid")
-    with at_fault("objective.teacher"):
-        objective_of(Logits(), [sigmoid], mode="soft")
+    for loss in ("sigmoid", "binary"):
+        teacher = teacher_of(GOLDEN["teacher_logits"], loss=loss)
+        with at_fault("objective.teacher"):
+            objective_of(Logits(), [teacher], mode="soft")
     scanned = create_model("ViT-mu/4", None, 8, width=8, mlp_dim=8, num_heads=2, scan=True)
     teacher = Teacher("t", 1.0, scanned, {}, *RANGE)
     with at_fault("model.scan"):
