@@ -34,7 +34,7 @@ WORDS = {
     "folder": "a small ViT on your own images, with or without classes",
     "cifar10": "a small ViT on CIFAR-10",
     "digits": "a tiny ViT on handwritten digits, a minute",
-    "debug": "a few steps of a tiny model",
+    "debug": "a few steps of a tiny model, with folder on your own images",
 }
 COLOURS = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
 
@@ -49,9 +49,11 @@ def get_config(arg=""):
         make_small(c)
     else:
         follow_paper(c)
-    if chosen & {"digits", "debug"}:
+    if "folder" not in chosen and chosen & {"digits", "debug"}:
         use_digits(c)
-    if "debug" in chosen:  # with local views
+    if {"folder", "debug"} <= chosen:
+        debug_on_own_images(c)
+    elif "debug" in chosen:  # with local views
         c.data.num_local, c.data.local_size, c.data.local_ops = 2, 8, "resize|random_crop"
         set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
         for entry in c.evals.values():

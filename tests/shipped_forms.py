@@ -41,7 +41,7 @@ FORMS = {
     "BiT-R101x3,oxford_iiit_pet",
     "finetune_parts": "- choose debug",
     "vtab": "ViT-H/14 ViT-B/16,debug BiT-R50x3 BiT-R50x1,debug",
-    "lejepa": "- cifar10 digits debug",
+    "lejepa": "- folder cifar10 digits debug folder,debug",
     "data_size": "tuned fixed tuned,debug fixed,debug",
     "five_classes": "- pretrain debug pretrain,debug",
     "dino": "- folder cifar10 debug folder,debug",

@@ -452,7 +452,7 @@ def test_folder_takes_every_family(words, model, image_size):
     create_model(c.model.name, 2, c.data.image_size, **model_fields(c))
 
 
-@pytest.mark.parametrize("name", ["mae", "dino", "ibot", "selfsup"])
+@pytest.mark.parametrize("name", ["mae", "dino", "ibot", "lejepa", "selfsup"])
 def test_self_supervision_measures_what_own_images_allow(name, images):
     """Without folders of classes there are no neighbours; in each layout all images are trained."""
     c = load(name, "folder,debug")

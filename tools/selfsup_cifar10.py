@@ -11,6 +11,7 @@ images of train[90%:]. Runs that the CSV has are not run again; one that was sto
 
 import argparse
 import itertools
+import json
 import pathlib
 
 import numpy as np
@@ -19,7 +20,6 @@ from measured_runs import ROOT, add_row, has_row, train
 from PIL import Image
 
 import vit_jax
-from vit_jax.insight.rows import read_rows
 
 TABLE = ROOT / "docs/explanation/selfsup_cifar10.csv"
 SPLITS = {"test": "test[:20%]", "held_out": "train[96%:]"}
@@ -59,7 +59,8 @@ def run(name: str, seed: int, judge: str, data_dir: pathlib.Path, work: pathlib.
     workdir = work / f"{name}_{seed}_{judge}"
     given = [f"--config={config}", *flags, f"--config.duration={steps} steps"]
     summary, cpu_s = train(given, workdir)
-    rows = [row for row in read_rows(workdir) if "near/20nn_top1" in row]
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "near/20nn_top1" in row]
     scores = [100 * row["near/20nn_top1"] for row in rows]
     probe = vit_jax.evaluate(workdir, "evaluate:probe,cifar10", {
         "data.data_dir": str(data_dir), "evals.probe.train_split": "train[:10%]",
