@@ -1,5 +1,6 @@
 """README and docs/: links exist, commands are accepted, the parts made from the code are there."""
 
+import ast
 import asyncio
 import importlib
 import io
@@ -87,6 +88,37 @@ def test_the_tour_of_the_code_names_every_room():
     table = rooms.partition("|")[2].partition("## The rules")[0]
     named = re.findall(r"`(\w+)/`", table)
     assert sorted(named) == sorted(folders)
+
+
+def imported_rooms(node, known):
+    """Of the rooms `known`, those that a module imports when it runs, also within functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.ImportFrom):
+            names = [f"{child.module}.{alias.name}" for alias in child.names]
+        else:
+            names = [a.name for a in child.names] if isinstance(child, ast.Import) else []
+        parts = [name.split(".") for name in names]
+        yield from (p[1] for p in parts if p[0] == "vit_jax" and p[1:] and p[1] in known)
+        yield from imported_rooms(child, known)
+
+
+def test_rooms_import_those_below_and_to_their_right():
+    """As the table of the tour of the code has them."""
+    page = (ROOT / "docs/explanation/code.md").read_text()
+    table = page.partition("| floor | rooms |")[2].partition("## The rules")[0]
+    rooms = re.findall(r"`(\w+)[/.]", table)  # in the order of the page; api is a file
+    assert {"commands", "api", "base"} <= {*rooms} and len(rooms) == len({*rooms})
+    found = set()
+    for path in (ROOT / "vit_jax").rglob("*.py"):
+        room = path.relative_to(ROOT / "vit_jax").parts[0].removesuffix(".py")
+        if room in rooms:
+            imports = {*imported_rooms(ast.parse(path.read_text()), rooms)} - {room}
+            found |= {(room, other) for other in imports}
+    assert len(found) > 50
+    wrong = {(a, b) for a, b in found if rooms.index(a) > rooms.index(b)}
+    assert wrong == set()
 
 
 def documented_commands():

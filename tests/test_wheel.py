@@ -95,7 +95,7 @@ def test_configs_are_found_by_name(installed, tmp_path):
 
 @pytest.mark.slow  # the parts without the wheel: test_extending and test_plugins
 def test_parts_from_outside(installed, tmp_path):
-    """All ten kinds of parts in one run, from files in an otherwise empty folder."""
+    """Ten kinds of parts in one run, from files in an otherwise empty folder."""
     names = write_parts(tmp_path)
     trained = installed(
         "--config=mine.py", "--config.plugins=adan.py", "--config.optimizer.name=my_adan",

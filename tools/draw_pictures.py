@@ -60,18 +60,18 @@ def rows_of(page: str, header: str) -> list[tuple[str, str]]:
 
 
 def draw_floors():
-    """A row for each floor, the highest first; its rooms use only those below."""
+    """A row for each floor, the highest first; rooms use those below and to their right."""
     rows = rows_of("explanation/code.md", "| floor | rooms")
-    picture = Picture(540, 20 + len(rows) * 34)
+    picture = Picture(600, 20 + len(rows) * 34)
     for i, (floor, rooms) in enumerate(rows):
         y, x = 10 + i * 34, 220.0
         picture.text(10, y, floor, bold=True)
         for room in re.findall(r"`(\w+/)`", rooms):
             x = picture.box(x, y, room) + 8
         if i:
-            picture.arrow((520, y - 10), (520, y + 8))
-    picture.text(440, 10, "imports from")
-    picture.text(440, 24, "below only")
+            picture.arrow((580, y - 10), (580, y + 8))
+    picture.text(480, 10, "imports from")
+    picture.text(480, 24, "below, right")
     picture.save(DOCS / "explanation/floors.svg")
 
 

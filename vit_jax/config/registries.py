@@ -1,6 +1,6 @@
 """Parts that a config can choose by name: {name: "module:class"}, imported on first use.
 
-A new part is one class in one file, and one line here; a plug-in adds its class to the same dicts.
+A new part is one class and one line here; a plug-in adds its class to the same dicts.
 """
 
 import re
