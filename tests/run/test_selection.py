@@ -22,11 +22,11 @@ from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_values
 from vit_jax.config.metric_names import find_best, find_direction
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.evaluators import check_metrics
 from vit_jax.evaluators.classification import Classification
 from vit_jax.run import loop, selection
 from vit_jax.run.selection import Selection
 from vit_jax.run.setup.sources import find_absent
+from vit_jax.run.setup.validation import check_metrics
 from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")

@@ -16,14 +16,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
-from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import EVALUATORS, Evaluator, Settings, SplitKey, eval_splits
-from vit_jax.config.metric_names import (
-    chosen_metrics,
-    declared_metrics,
-    guess_direction,
-    is_named,
-)
+from vit_jax.config.metric_names import is_named
 from vit_jax.data import Source
 from vit_jax.data.given_labels import ONE_LABEL
 from vit_jax.data.preprocessing import Preprocessing
@@ -125,37 +120,6 @@ def _warned(name: str, declared: Mapping[str, Any] | None, measure: Measure) -> 
         return found
 
     return measure_and_warn
-
-
-def check_metrics(settings: Settings, sources: Mapping[SplitKey, Source]) -> None:
-    """Check that the metrics by which a run decides are ones that its evaluators report.
-
-    Warns if the evaluator of such a metric declares none. `sources`: as opened.
-
-    Raises:
-      InputError: names the key, and the nearest metric or those that can be chosen.
-    """
-    faults = Faults()
-    for key, metric in chosen_metrics(settings.checkpoint, settings.stop).items():
-        name = metric.partition("/")[0]
-        evaluator = settings.evals[name]
-        found = declared_metrics(name, evaluator, settings.has_average)
-        if found is None:
-            logger.warning(
-                "%s=%s: evals.%s does not declare its metrics; assuming that the %s value is the "
-                "better one", key, metric, name, guess_direction(metric),
-            )  # fmt: skip
-            continue
-        splits = eval_splits(settings.data, evaluator)
-        why = evaluator.lacking({k: sources[split] for k, split in splits.items()})
-        lacking = {f"{name}/{leaf}{end}": why[leaf] for leaf in why for end in ("", "_raw")}
-        known = [m for m, better in found.items() if better != "neither" and m not in lacking]
-        unknown = f"is not reported by evals.{name}, or no value of it is better than another"
-        faults.need(
-            is_named(metric, known),
-            f"{key}={metric!r}: {lacking.get(metric, unknown)}; {nearest(metric, known)}",
-        )
-    collect_faults(faults)
 
 
 def check_outputs(

@@ -23,7 +23,7 @@ from vit_jax.data.order import local_rows
 from vit_jax.data.preprocessing import describe_images
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
-from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
+from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
@@ -41,6 +41,7 @@ from vit_jax.run.setup.matching import compare_reading, find_places, say_other_p
 from vit_jax.run.setup.opener import ChooseLayout, Files
 from vit_jax.run.setup.resolve import Resolved, resolve
 from vit_jax.run.setup.sources import data_fingerprint, training_order
+from vit_jax.run.setup.validation import check_metrics
 from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.watch import faults

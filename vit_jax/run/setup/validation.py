@@ -4,6 +4,7 @@ Each room checks its own section of the config.
 """
 
 import copy
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,20 +19,30 @@ from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import (
     REQUIRED,
     Settings,
+    SplitKey,
     add_plugins,
     decided_later,
+    eval_splits,
     evals,
     step_range,
     with_values,
 )
 from vit_jax.config import text as config_text
 from vit_jax.config.checks import find_emptied, find_misshapen, find_unset
-from vit_jax.config.metric_names import chosen_metrics, declared_metrics
+from vit_jax.config.metric_names import (
+    chosen_metrics,
+    declared_metrics,
+    guess_direction,
+    is_named,
+)
 from vit_jax.config.plugins import import_plugins
 from vit_jax.config.stored import read_stored
+from vit_jax.data import Source
 from vit_jax.data.checks import check_data, check_eval_ops
 from vit_jax.experiment.checks import check_experiment
 from vit_jax.run.watch.faults import parse_faults
+
+logger = logging.getLogger("vit_jax")
 
 
 def check_run(settings: Settings, config: ConfigDict, faults: Faults) -> None:
@@ -57,6 +68,37 @@ def check_run(settings: Settings, config: ConfigDict, faults: Faults) -> None:
         hint = nearest(metric, known) if known else "the config has no evals"
         hint = f"did you mean {' or '.join(same)}?" if same else hint
         faults.append(f"{key}={metric!r}: needs a metric of an evaluator; {hint}")
+
+
+def check_metrics(settings: Settings, sources: Mapping[SplitKey, Source]) -> None:
+    """Check that the metrics by which a run decides are ones that its evaluators report.
+
+    Warns if the evaluator of such a metric declares none. `sources`: as opened.
+
+    Raises:
+      InputError: names the key, and the nearest metric or those that can be chosen.
+    """
+    faults = Faults()
+    for key, metric in chosen_metrics(settings.checkpoint, settings.stop).items():
+        name = metric.partition("/")[0]
+        evaluator = settings.evals[name]
+        found = declared_metrics(name, evaluator, settings.has_average)
+        if found is None:
+            logger.warning(
+                "%s=%s: evals.%s does not declare its metrics; assuming that the %s value is the "
+                "better one", key, metric, name, guess_direction(metric),
+            )  # fmt: skip
+            continue
+        splits = eval_splits(settings.data, evaluator)
+        why = evaluator.lacking({k: sources[split] for k, split in splits.items()})
+        lacking = {f"{name}/{leaf}{end}": why[leaf] for leaf in why for end in ("", "_raw")}
+        known = [m for m, better in found.items() if better != "neither" and m not in lacking]
+        unknown = f"is not reported by evals.{name}, or no value of it is better than another"
+        faults.need(
+            is_named(metric, known),
+            f"{key}={metric!r}: {lacking.get(metric, unknown)}; {nearest(metric, known)}",
+        )
+    collect_faults(faults)
 
 
 def _check_sections(config: ConfigDict, faults: Faults) -> None:
