@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import json
 import logging
 import os
 import pathlib
@@ -140,6 +141,19 @@ def shared_data():
 def golden():
     """The folder of small files in published formats, with their makers' outputs."""
     return pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def json_of(capsys):
+    """json_of(*words, code=0): the JSON that the command prints, and ends with this code."""
+    from vit_jax.main import main
+
+    def json_of(*words, code=0):
+        capsys.readouterr()
+        assert main([*words]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return json_of
 
 
 @pytest.fixture

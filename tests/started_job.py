@@ -1,9 +1,11 @@
 """Starts a training run of several processes on this host, for tests to observe and disturb."""
 
+import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 from cheap_compilation import flags_for
@@ -16,6 +18,22 @@ def free_address():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
+
+
+def said_by_two(program, *words, devices):
+    """What two processes of a program print; its words: an address, 0 or 1, and `words`."""
+    address = free_address()
+    environment = {"XLA_FLAGS": flags_for(devices), "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(i), *words], env=os.environ | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return [output for output, _ in outputs]
 
 
 class Job:

@@ -1,6 +1,5 @@
 """Training, evaluation and prediction from Python."""
 
-import json
 import pathlib
 import re
 import types
@@ -23,7 +22,6 @@ from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import open_images
 from vit_jax.inference import layers
-from vit_jax.main import main
 from vit_jax.models.patches import extract_patches
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.fit import unstack_layers
@@ -193,7 +191,7 @@ def test_wrong_arguments_are_named(source, key, given):
 
 
 @pytest.mark.usefixtures("experiments_made_once", "without_checks")
-def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
+def test_train_evaluate_predict(tmp_path, monkeypatch, json_of):
     digits, labels = load_digits(return_X_y=True)
     digits = np.uint8(np.rint(digits.reshape(-1, 8, 8) * (255 / 16)))
     test, npz = (digits[1437:], labels[1437:]), tmp_path / "test.npz"
@@ -234,9 +232,7 @@ def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
         vit_jax.evaluate(tmp_path / "run")
     np.savez(npz, test_images=test[0], test_labels=test[1])
     words = [f"--workdir={tmp_path / 'run'}", f"--data={npz}", "--config.evals.test.batch_size=360"]
-    capsys.readouterr()
-    assert main(["evaluate", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["test/top1"] == results["test/top1"]
+    assert json_of("evaluate", *words)["test/top1"] == results["test/top1"]
     rows = predict(list(digits[:4]), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
     monkeypatch.setattr("vit_jax.inference.evaluate.evaluate_model", lambda *args, **_: args)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from asked import prepare
 from etils import epath
+from images import write_images
 from opened import open_all, with_known_facts
-from PIL import Image
 from read_settings import data_and_evals, model_fields, settings_of, splits_of, teaching
 from shipped_forms import CONFIGS, EVERY_FORM, FORMS, OF_EVALUATION, load, without_files
 
@@ -57,12 +57,11 @@ from vit_jax.transfer.source import Source
 @pytest.fixture
 def images(tmp_path):
     """A folder with twelve images of two classes, and beside it a list of them, list.csv."""
-    rng = np.random.default_rng(0)
-    for i in range(12):
-        path = tmp_path / "images" / ("cat", "dog")[i % 2] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(path)
-    rows = (f"images/{('cat', 'dog')[i % 2]}/{i}.png,{('cat', 'dog')[i % 2]}" for i in range(12))
+    classes = ["cat", "dog"] * 6
+    names = [f"images/{name}/{i}.png" for i, name in enumerate(classes)]
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 70, 90, 3), dtype=np.uint8)
+    write_images(tmp_path, dict(zip(names, pixels, strict=True)))
+    rows = map(",".join, zip(names, classes, strict=True))
     (tmp_path / "list.csv").write_text("\n".join(["file,labels", *rows]))
     return str(tmp_path / "images")
 

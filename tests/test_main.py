@@ -267,18 +267,16 @@ def test_print_config(refused, command, capsys):
     assert "--config: missing; e.g. --config=quickstart" in refused(command, "--print_config")
 
 
-def test_print_config_of_evaluate(capsys):
-    assert main(["evaluate", "--config=evaluate:knn,cifar10", "--print_config"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+def test_print_config_of_evaluate(json_of):
+    printed = json_of("evaluate", "--config=evaluate:knn,cifar10", "--print_config")
     assert (list(printed["evals"]), printed["data"]["name"]) == (["knn"], "cifar10")
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_print_config_of_a_run(command, tmp_path, capsys):
+def test_print_config_of_a_run(command, tmp_path, json_of):
     config = load_config("configs/quickstart.py:debug")
     (tmp_path / "config.json").write_text(config_json(config))
-    assert main([command, f"--workdir={tmp_path}", "--print_config", "--config.seed=3"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json_of(command, f"--workdir={tmp_path}", "--print_config", "--config.seed=3")
     assert (printed["seed"], printed["model"]["width"]) == (3, config.model.width)
 
 

@@ -1,6 +1,5 @@
 """Plug-ins: found, imported once, stored by a run; untrusted ones never run."""
 
-import json
 import logging
 import os
 import subprocess
@@ -228,12 +227,11 @@ def test_a_config_file_with_parts(here, ran):
         load_config("own.py")
 
 
-def test_command_line(here, capsys):
+def test_command_line(here, capsys, json_of):
     (here / "part.py").write_text(PART)
     (here / "other.py").write_text(OTHER)
     words = ["--config=quickstart:debug", "--print_config", "--config.data.notes=mine"]
-    assert main([*words, "--config.plugins=part.py,other.py"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json_of(*words, "--config.plugins=part.py,other.py")
     assert (printed["plugins"], printed["data"]["notes"]) == (["part.py", "other.py"], "mine")
     assert base_config().plugins == ()  # no other command has them
     assert main(words) == 2

@@ -1,39 +1,15 @@
 """Sets that tests prepare, and the records that are read of them."""
 
 import dataclasses
-import io
 import pathlib
 
 import numpy as np
-import PIL.Image
 
 from vit_jax.config.sections import Data
 from vit_jax.curation.pictures import Rule, read_pictures
 from vit_jax.curation.prepare import in_processes, prepare, reading_of
 from vit_jax.curation.shards import Plan, open_splits
 from vit_jax.data import host_batches, image_batch, parse_ops
-
-
-def smooth(seed, height=60, width=90):
-    """Coarse noise, enlarged so that JPEG changes it little: uint8 (height, width, 3)."""
-    noise = np.random.default_rng(seed).integers(0, 256, (6, 9, 3), np.uint8)
-    return np.asarray(PIL.Image.fromarray(noise).resize((width, height), PIL.Image.BICUBIC))
-
-
-def encoded(pixels, file_format="JPEG", **options):
-    buffer = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(buffer, file_format, **options)
-    return buffer.getvalue()
-
-
-def write_folder(root, sizes):
-    """Write sizes[class] different JPEGs to root/class/0.jpg, 1.jpg, ...; return `root`."""
-    for c, (name, size) in enumerate(sizes.items()):
-        (root / name).mkdir(parents=True)
-        for i in range(size):
-            (root / name / f"{i}.jpg").write_bytes(encoded(smooth(1000 * c + i)))
-    return root
-
 
 KEPT = Rule()
 

@@ -2,13 +2,13 @@
 
 import argparse
 import dataclasses
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
-from prepared_sets import encoded, plan_of
+from images import encode, write_images
+from prepared_sets import plan_of
+from tar_files import write_tar
 
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import open_source
@@ -170,17 +170,12 @@ def test_files_of_ids_that_are_refused(tmp_path):
 
 def test_features_for_a_new_run_are_of_its_records(tmp_path):
     """The classes, the division and the captions are the new run's, not the model's."""
-    for i, name in enumerate(["ant", "yak", "zebra"] * 4):
-        path = tmp_path / "images" / name / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(np.full((8, 8, 3), i, np.uint8), "PNG"))
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for i in range(3):
-            for kind, content in {"png": encoded(np.zeros((8, 8, 3), np.uint8), "PNG"),
-                                  "txt": f"a dog and {i}".encode()}.items():  # fmt: skip
-                member = tarfile.TarInfo(f"{i}.{kind}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    names = enumerate(["ant", "yak", "zebra"] * 4)
+    images = {f"{name}/{i}.png": np.full((8, 8, 3), i, np.uint8) for i, name in names}
+    write_images(tmp_path / "images", images)
+    black = encode(np.zeros((8, 8, 3), np.uint8), "PNG")
+    texts = [(f"{i}.txt", f"a dog and {i}".encode()) for i in range(3)]
+    write_tar(tmp_path / "0.tar", [*((f"{i}.png", black) for i in range(3)), *texts])
     spec = argparse.Namespace(
         image_size=(8, 8), reading=Reading(), class_names=("yak", "zebra")
     )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from etils import epath
-from prepared_sets import encoded
+from images import encode, write_images
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.sections import Data
@@ -127,20 +127,16 @@ def images(tmp_path_factory):
     """Two splits; `train` has pictures of its own and of `val` again, one mirrored."""
     root = tmp_path_factory.mktemp("images")
     mirrored = detailed(60).transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT).resize((80, 60))
-    for name, content in {
-        "val/a/0.jpg": encoded(np.asarray(detailed(0))),
-        "train/a/0.jpg": encoded(np.asarray(detailed(50))),
-        "train/a/leak.jpg": encoded(np.asarray(detailed(0)), quality=60),
-        "train/b/1.png": encoded(np.asarray(detailed(60)), "PNG"),
-        "train/b/mirror.jpg": encoded(np.asarray(mirrored)),
+    return write_images(root, {
+        "val/a/0.jpg": encode(np.asarray(detailed(0))),
+        "train/a/0.jpg": encode(np.asarray(detailed(50))),
+        "train/a/leak.jpg": encode(np.asarray(detailed(0)), quality=60),
+        "train/b/1.png": np.asarray(detailed(60)),
+        "train/b/mirror.jpg": encode(np.asarray(mirrored)),
         "train/b/broken.jpg": b"none",
-        "train/b/white.png": encoded(np.full((40, 40, 3), 255, np.uint8), "PNG"),
-        "train/b/white2.png": encoded(np.full((50, 40, 3), 255, np.uint8), "PNG"),
-    }.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return root
+        "train/b/white.png": np.full((40, 40, 3), 255, np.uint8),
+        "train/b/white2.png": np.full((50, 40, 3), 255, np.uint8),
+    })  # fmt: skip
 
 
 def words_of(images, output, *more):

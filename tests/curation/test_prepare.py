@@ -20,20 +20,12 @@ import unittest.mock
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepared_sets import (
-    encoded,
-    files_of,
-    make,
-    pictures,
-    plan_of,
-    prepared,
-    smooth,
-    training_rows,
-    write_folder,
-)
+from images import encode, make_folder, smooth_image, write_images
+from prepared_sets import files_of, make, pictures, plan_of, prepared, training_rows
+from table_files import make_table, save_to_disk
+from tar_files import write_tar
 
 from vit_jax.base.errors import InputError, OneProcessError
 from vit_jax.base.files import write_whole
@@ -53,9 +45,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 def images(tmp_path_factory):
     """Two classes of JPEGs, with a PNG, a WebP, a turned JPEG and one that is cut short."""
     folder = tmp_path_factory.mktemp("images")
-    write_folder(folder / "val", {"a": 1, "b": 1})
-    root = write_folder(folder / "train", {"a": 4, "b": 4})
-    picture = PIL.Image.fromarray(smooth(7))
+    make_folder(folder / "val", {"a": 1, "b": 1})
+    root = make_folder(folder / "train", {"a": 4, "b": 4})
+    picture = PIL.Image.fromarray(smooth_image(seed=7))
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
     picture.save(root / "a/turned.jpg", quality=90, exif=exif)
@@ -204,19 +196,9 @@ def test_captions_and_several_labels_are_kept(images, tmp_path, file_format):
     assert texts == [["two", "more"], ["none"], []]
 
 
-def write_tar(path, members):
-    path.parent.mkdir()
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path.parent
-
-
 def test_captions_are_read_as_in_training(tmp_path):
-    members = {"0.jpg": encoded(smooth(0)), "0.cls": b"0", "0.txt": b"\xef\xbb\xbfa dog"}
-    where = write_tar(tmp_path / "in/train.tar", members)
+    members = {"0.jpg": encode(smooth_image(seed=0)), "0.cls": b"0", "0.txt": b"\xef\xbb\xbfa dog"}
+    where = write_tar(tmp_path / "in/train.tar", members.items()).parent
     make(plan := plan_of(tmp_path / "out", "tar", "tar", where, captions=True))
     assert [*open_splits(prepared(plan))["train"].captions([0])] == [["a dog"]]
 
@@ -226,7 +208,8 @@ def test_captions_are_read_as_in_training(tmp_path):
 )
 def test_names_that_are_numbers_are_no_labels_in_tar(tmp_path, names, labels):
     """The label 1 is the second class, "2", and not the class "1"."""
-    images, where = np.stack([smooth(i) for i in range(len(labels))]), tmp_path / "all.npz"
+    images = np.stack([smooth_image(seed=i) for i in range(len(labels))])
+    where = tmp_path / "all.npz"
     np.savez(where, train_images=images, train_labels=labels, class_names=[*names])
     make(plan := plan_of(tmp_path / "out", "tar", "arrays", where))
     assert open_splits(prepared(plan))["train"].class_names == tuple(names)
@@ -241,7 +224,7 @@ def test_a_turned_jpeg_stays_a_jpeg(images, tmp_path, source):
     where = images
     if source == "tar":
         members = {"0.jpg": turned.read_bytes(), "0.cls": b"0"}
-        where = write_tar(tmp_path / "in/train.tar", members)
+        where = write_tar(tmp_path / "in/train.tar", members.items()).parent
     make(plan := plan_of(tmp_path / "out", "tar", source, where))
     stored = [tf.constant(image) for image, _ in pictures(prepared(plan))]
     found = [image.numpy() for image in stored if to_pixels(image).shape[0] == 90]
@@ -253,7 +236,7 @@ def test_a_turned_jpeg_stays_a_jpeg(images, tmp_path, source):
 def test_names_of_files_in_tar_stay_readable(tmp_path):
     path = tmp_path / "train-00000.tar"
     names = ("a/\u732b 1.x.jpg", "\u732b" * 99, "\udcff.jpg", "")
-    rows = (Row(i, encoded(smooth(i)), (), (), name) for i, name in enumerate(names))
+    rows = (Row(i, encode(smooth_image(seed=i)), (), (), name) for i, name in enumerate(names))
     Tar().write(str(path), rows, Facts((), False, False, True))
     with tarfile.open(path, encoding="utf-8") as tar:
         assert tar.getnames() == [
@@ -264,7 +247,7 @@ def test_names_of_files_in_tar_stay_readable(tmp_path):
 
 @pytest.mark.parametrize("file_format", ["tar", "parquet"])
 def test_pictures_without_a_label_are_of_no_class(tmp_path, file_format):
-    images = np.stack([smooth(i) for i in range(4)])
+    images = np.stack([smooth_image(seed=i) for i in range(4)])
     where = tmp_path / "all.npz"
     np.savez(where, train_images=images, train_labels=[1, -1, 0, 1], class_names=["a", "b"])
     plan = plan_of(tmp_path / "out", file_format, "arrays", where)
@@ -275,7 +258,7 @@ def test_pictures_without_a_label_are_of_no_class(tmp_path, file_format):
 
 
 def test_a_file_name_that_is_not_utf8_goes_into_parquet(tmp_path):
-    row = Row(0, encoded(smooth(0)), [0], [], os.fsdecode(b"\xff0.jpg"))
+    row = Row(0, encode(smooth_image(seed=0)), [0], [], os.fsdecode(b"\xff0.jpg"))
     path = tmp_path / "train-00000.parquet"
     Parquet().write(str(path), [row], Facts(("a",), False, False, True))
     assert pq.read_table(path)["image"].to_pylist()[0]["path"] == "\ufffd0.jpg"
@@ -307,14 +290,10 @@ def test_tuples_of_the_settings_are_found_again(images, tmp_path):
 
 
 def test_a_rule_never_enlarges_and_keeps_bytes_that_fit(tmp_path):
-    write_folder(tmp_path / "in/val", {"a": 1})
-    large, small = smooth(0), encoded(smooth(1, 20, 30))
-    names = {"a/0.jpg": encoded(large, quality=95), "b/0.jpg": small}
-    names["b/1.png"] = encoded(large, "PNG")
-    for name, content in names.items():
-        path = tmp_path / "in/train" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    make_folder(tmp_path / "in/val", {"a": 1})
+    large, small = smooth_image(seed=0), encode(smooth_image(20, 30, seed=1))
+    names = {"a/0.jpg": encode(large, quality=95), "b/0.jpg": small, "b/1.png": large}
+    write_images(tmp_path / "in/train", names)
     plan = plan_of(tmp_path / "out", data_dir=tmp_path / "in", rule=Rule(30))
     make(plan)
     (first, _), (second, _), (third, _) = pictures(prepared(plan))
@@ -386,15 +365,7 @@ def other_sources(cifar, folder, expected):
     pixels = np.stack([to_pixels(tf.constant(image)) for image in images])
     folder.mkdir()
     np.savez(folder / "all.npz", train_images=pixels, train_labels=labels, class_names=names)
-    (folder / "arrow/train").mkdir(parents=True)
-    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
-    pairs = [{"bytes": image, "path": None} for image in images]
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({"image": pa.array(pairs, kind), "label": pa.array(labels, pa.int64())})
-    noted = {"huggingface": json.dumps({"info": {"features": features}})}
-    table = table.replace_schema_metadata(noted)
-    with pa.ipc.new_stream(folder / "arrow/train/data.arrow", table.schema) as stream:
-        stream.write_table(table)
+    save_to_disk({"train": make_table(images, [*labels], names)}, folder / "arrow")
     return [
         plan_of("", name="list", data_dir=cifar / "list.csv"),
         plan_of("", name="arrays", data_dir=folder / "all.npz"),

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import PIL.Image
 import pytest
-from prepared_sets import encoded
+from images import encode, write_images
 
 from vit_jax.commands import doctor
 from vit_jax.curation.survey import _captions, odd_by_features, survey
@@ -24,15 +24,10 @@ def pixels():
 def sources(pixels, tmp_path_factory):
     """30 wide pictures of one class and 2 of another. One is in `val` too, and one is broken."""
     root = tmp_path_factory.mktemp("images")
-    for i, image in enumerate(pixels[:32]):
-        path = root / "train" / ("a" if i < 30 else "b") / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(image, "PNG"))
-    (root / "train/b/32.png").write_bytes(b"none")
-    for name in "ab":
-        (root / "val" / name).mkdir(parents=True)
-        (root / "val" / name / "0.jpg").write_bytes(encoded(pixels[4 if name == "a" else 32]))
-    (root / "val/b/1.png").write_bytes(b"none")
+    train = {f"train/{'a' if i < 30 else 'b'}/{i:02}.png": pixels[i] for i in range(32)}
+    val = {"val/a/0.jpg": encode(pixels[4]), "val/b/0.jpg": encode(pixels[32])}
+    broken = {"train/b/32.png": b"none", "val/b/1.png": b"none"}
+    write_images(root, train | val | broken)
     where = {"image_size": (8, 8), "data_dir": str(root)}
     return {split: make_source("folder", split=split, **where) for split in ("train", "val")}
 

@@ -1,16 +1,11 @@
 """Two processes make the global batches of one, also where their devices are interleaved."""
 
-import socket
-import subprocess
-import sys
-
 import pytest
+from started_job import said_by_two
 
 PROGRAM = """
 import sys, jax
-process_id, port = map(int, sys.argv[1:])
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(f"localhost:{port}", 2, process_id)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 
 import numpy as np
 from vit_jax.data import (
@@ -50,17 +45,4 @@ for order_of_devices, shape in [([0, 2, 1, 3], (4, 1)), ([0, 1, 2, 3], (2, 2))]:
 
 @pytest.mark.slow
 def test_two_processes_make_the_batches_of_one():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(process_id), str(port)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process_id in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
+    said_by_two(PROGRAM, devices=2)

@@ -10,7 +10,7 @@ import PIL.Image
 import PIL.ImageOps
 import pytest
 from at_fault import at_fault
-from images import encode, pil_rgb, smooth_image
+from images import encode, pil_rgb, smooth_image, write_images
 
 from vit_jax.base.errors import shown
 from vit_jax.data import make_source, parse_ops
@@ -149,8 +149,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
     for name in ("a/1.jpg", "a/2.heic", "a/3.HEIC", "b/4.png", "b/.5.jpg", "b/README",
                  "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "7.jpg", "8.jpg", "9.jpg",
                  "0.jpg", "__MACOSX/a/1.jpg", "a.0123.index.npz"):  # fmt: skip
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(encode(smooth_image()))
+        write_images(tmp_path, {name: encode(smooth_image())})
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "b/pipe.jpg")
     for split in ("train", "val"):

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from at_fault import at_fault, refused_with
-from images import encode, make_folder, smooth_image
+from images import encode, make_folder, smooth_image, write_images
 
 from vit_jax.data import Divider, Division, make_source
 from vit_jax.data.division import divide_anew
@@ -26,22 +26,15 @@ def names(source):
 
 
 def test_extensions_nesting_and_hidden_files(tmp_path):
-    for name in (
-        "b/1.JPG",
-        "b/x/y/2.PnG",
-        "a/3.jpeg",
-        "a/4.jpg",
-        "a/.hidden.jpg",
-        "a/.cache/5.png",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(encode(smooth_image()))
+    shown = ("b/1.JPG", "b/x/y/2.PnG", "a/3.jpeg", "a/4.jpg")
+    image = encode(smooth_image())
+    write_images(tmp_path, dict.fromkeys([*shown, "a/.hidden.jpg", "a/.cache/5.png"], image))
     (tmp_path / "a/notes.txt").write_text("not an image")
     (tmp_path / ".git").mkdir()
 
     train, val = folder(tmp_path), folder(tmp_path, "val")
     assert train.class_names == val.class_names == ("a", "b")
-    assert sorted(names(train) + names(val)) == ["a/3.jpeg", "a/4.jpg", "b/1.JPG", "b/x/y/2.PnG"]
+    assert sorted(names(train) + names(val)) == sorted(shown)
     assert train.encoded
     for record, name in enumerate(names(train)):
         example = train.read(tf.constant(record, tf.int64))

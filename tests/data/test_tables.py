@@ -17,6 +17,7 @@ import pytest
 from at_fault import at_fault, golden_page
 from etils import epath
 from images import encode, smooth_image
+from of_tfrecord import check_parts, read_300_records
 from table_files import make_table, save_to_disk, write_parquet
 
 from vit_jax.base.errors import InputError
@@ -50,11 +51,7 @@ def batches(source, rows, order_name="record", batch=24, **how):
 
 @pytest.mark.slow
 def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path):
-    how = {"split": "test[4900:5200]", "data_dir": str(shared_data), "image_size": SIZE}
-    of_records = make_source("cifar10", **how, reader="offsets")
-    examples = [*tf.data.Dataset.range(300).map(of_records.read).as_numpy_iterator()]
-    images = [example["image"] for example in examples]
-    labels = [int(example["label"]) for example in examples]
+    of_records, images, labels = read_300_records(shared_data)
     table = make_table(images, labels, of_records.class_names)
     for i in range(2):
         name = f"train-0000{i}-of-00002.parquet"
@@ -68,10 +65,7 @@ def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path
     assert all(batch["mask"].all() for batch in expected)
     host_rows = (range(12), range(12, 24))
     hosts = [batches(s, rows, **chunk) for s, rows in zip(sources, host_rows, strict=True)]
-    for batch, *parts in zip(expected, *hosts, strict=True):
-        for key, value in batch.items():
-            found = np.concatenate([part[key] for part in parts])
-            np.testing.assert_array_equal(found, value, err_msg=key)
+    check_parts(expected, hosts)
 
 
 IMAGES = [encode(smooth_image(32, 32, seed)) for seed in range(12)]

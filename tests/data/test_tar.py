@@ -13,6 +13,7 @@ import pytest
 from at_fault import golden_page
 from fake_store import served
 from images import encode, smooth_image
+from of_tfrecord import check_parts, read_300_records
 from tar_files import write_tar
 
 from vit_jax.base.errors import InputError
@@ -55,11 +56,7 @@ def numbered(labels, of=IMAGES):
 
 @pytest.mark.slow
 def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path, monkeypatch):
-    how = {"split": "test[4900:5200]", "data_dir": str(shared_data), "image_size": SIZE}
-    of_records = make_source("cifar10", **how, reader="offsets")
-    examples = [*tf.data.Dataset.range(300).map(of_records.read).as_numpy_iterator()]
-    images = [example["image"] for example in examples]
-    labels = [int(example["label"]) for example in examples]
+    of_records, images, labels = read_300_records(shared_data)
     root = tmp_path / "shards"
     for i in range(0, 300, 110):
         of = numbered(labels[i : i + 110], images[i:])
@@ -78,10 +75,7 @@ def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path
                  for source, rows in ((local, range(12)), (in_bucket, range(12, 24)))]  # fmt: skip
     ranges = [re.search(r"tar bytes=(\d+)-(\d+)", path) for path in requests]
     assert in_bucket.fingerprint == local.fingerprint
-    for batch, *parts in zip(expected, *hosts, strict=True):
-        for key, value in batch.items():
-            found = np.concatenate([part[key] for part in parts])
-            np.testing.assert_array_equal(found, value, err_msg=key)
+    check_parts(expected, hosts)
     fetched = sum(int(found[2]) - int(found[1]) + 1 for found in ranges if found)
     ids = np.concatenate([batch["id"] for batch in hosts[1]])
     used = sum(len(images[i]) for i in ids)

@@ -1,14 +1,15 @@
 """Checks of the machine, against local servers and folders."""
 
 import http.server
-import json
 import os
 import pathlib
 import socket
 import threading
 
+import numpy as np
 import pytest
 from etils import epath
+from images import write_images
 from PIL import Image
 
 from vit_jax.diagnosis import doctor
@@ -151,14 +152,13 @@ def test_coordinator(silent):
 
 
 @pytest.mark.slow
-def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
+def test_the_command(capsys, json_of, tmp_path, monkeypatch, vit_jax_logger):
     def choose(settings, mesh, *, may_compile):
         return settings if may_compile else settings.with_values({"mesh.fsdp": 8})
 
     monkeypatch.setattr("vit_jax.planning.search.choose_layout", choose)
     words = ["doctor", "--config=quickstart:debug", "--config.model.depth=1", "--format=json"]
-    assert main(words) == 0
-    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    found = {one["subject"]: one for one in json_of(*words)}
     assert {one["state"] for one in found.values()} <= {"ok", "warning"}
     chosen = found["train would choose"]["found"]
     assert "mesh: replica 1, data 1, fsdp 8" in chosen and "train 1,437" in chosen
@@ -170,18 +170,14 @@ def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
     out = capsys.readouterr().out
     assert "failed" in out and "data folder" in out and "→" in out
     assert "no such file or folder" in out and "Errno" not in out
-    for name in ("cat", "dog"):
-        for i in range(9):
-            path = tmp_path / f"own/{name}/{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (20, 20)).save(path)
-    (tmp_path / "own/cat/3.png").write_text("no image")
-    (tmp_path / "own/dog/5.png").write_bytes(b"")
+    names, black = ("cat", "dog"), np.zeros((20, 20, 3), np.uint8)
+    images = {f"{name}/{i}.png": black for name in names for i in range(9)}
+    write_images(tmp_path / "own", images | {"cat/3.png": b"no image", "dog/5.png": b""})
     monkeypatch.setattr(doctor, "estimate_time", lambda run: Finding("time", OK, "as above"))
     # Evaluators read the images, which have no labels in training, again as a folder of classes.
-    words = ["--config=mae:folder,debug", f"--data_dir={tmp_path / 'own'}", "--format=json"]
-    assert main(["doctor", *words, "--config.global_batch_size=8", "--all_images"]) == 0
-    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    words = ["--config=mae:folder,debug", f"--data_dir={tmp_path / 'own'}", "--format=json",
+             "--config.global_batch_size=8", "--all_images"]  # fmt: skip
+    found = {one["subject"]: one for one in json_of("doctor", *words)}
     assert "train 18" in found["train would choose"]["found"]
     said = found["all images"]["found"].splitlines()
     assert said[0] == "18 images read; 2 fail:" and found["all images"]["state"] == "warning"

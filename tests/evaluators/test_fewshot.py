@@ -2,9 +2,6 @@
 
 import functools
 import json
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -13,6 +10,7 @@ from hand_made import OF_SPLITS, digit_pixels, digit_splits, run_on_digits, run_
 from numpy_vit import random_params
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
+from started_job import said_by_two
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import fewshot, knn, linear_probe
@@ -212,9 +210,7 @@ def test_features_are_what_the_head_gets():
 
 PROGRAM = """
 import json, sys, jax
-process_id, port = map(int, sys.argv[1:])
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(f"localhost:{port}", 2, process_id)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from vit_jax.devices.mesh import make_mesh
 import test_fewshot
 print(json.dumps(test_fewshot.all_on_digits(make_mesh(replica=1, data=4, fsdp=1, tensor=1))))
@@ -233,19 +229,6 @@ def all_on_digits(mesh):
 
 @pytest.mark.slow
 def test_two_processes_find_the_same_as_one():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    program = f"import sys; sys.path = {sys.path}" + PROGRAM
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(i), str(port)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=200) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    both = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    both = [json.loads(said.splitlines()[-1]) for said in said_by_two(PROGRAM, devices=2)]
     alone = all_on_digits(make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4]))
     assert both == [alone, alone]

@@ -159,7 +159,7 @@ def forgotten():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forgotten", "never_with_checks")
-def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, monkeypatch):
+def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, json_of, monkeypatch):
     monkeypatch.chdir(tmp_path)
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
@@ -183,9 +183,7 @@ def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, m
         assert "test/top1" not in row
     best = json.loads((tmp_path / "run/summary.json").read_text())["best"]
     assert best["test/my_batches"] == min(row["test/my_batches"] for row in tested.values())
-    capsys.readouterr()
-    assert main(["evaluate", "--workdir=run"]) == 0
-    assert json.loads(capsys.readouterr().out)["test/my_batches"] == tested[4]["test/my_batches"]
+    assert json_of("evaluate", "--workdir=run")["test/my_batches"] == tested[4]["test/my_batches"]
 
 
 def test_names_are_checked_before_a_run(config, monkeypatch):

@@ -82,7 +82,7 @@ def images(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
+def test_a_run_on_images_with_several_labels(images, tmp_path, capsys, json_of):
     where = f"--config.data.data_dir={images}"
     words = [where, "--config.data.image_size=8", "--config.model.patch_size=4",
              "--config.duration=1 steps", "--config.schedule.warmup=0 steps",
@@ -96,11 +96,9 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
     assert list(config["resolved"]["evals"]) == ["val"]
     assert len(config["resolved"]["loss"]["class_weights"].split(",")) == 3
     assert json.loads((tmp_path / "run/classes.json").read_text()) == ["ant", "bee", "first"]
-    capsys.readouterr()
     output = f"--output={tmp_path / 'tables'}"
-    assert main(["evaluate", f"--workdir={tmp_path / 'run'}", output]) == 0
+    by_run = json_of("evaluate", f"--workdir={tmp_path / 'run'}", output)
     assert (tmp_path / "tables/val/classes.csv").read_text().count("\n") == 4
-    by_run = json.loads(capsys.readouterr().out)
     assert by_run["val/mean_ap"] == last["val/mean_ap"]
     # Every class above its threshold is predicted.
     predict = ["predict", f"--workdir={tmp_path / 'run'}", "--format=csv", str(tmp_path / "0.png")]
@@ -123,9 +121,7 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
     weights = config["resolved"]["loss"]["class_weights"]
     several = ["--config=evaluate:multilabel,list", where, f"--config.loss.class_weights={weights}"]
     for source in ("run", "export"):
-        capsys.readouterr()
-        assert main(["evaluate", f"--init_from={tmp_path / source}", *several]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = json_of("evaluate", f"--init_from={tmp_path / source}", *several)
         assert found["multilabel/loss"] == pytest.approx(by_run["val/loss"], rel=1e-5), source
 
     folder = ["--config=configs/folder.py:list,debug", *words[:2], f"--workdir={tmp_path / 'b'}"]

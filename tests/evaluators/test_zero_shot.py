@@ -1,17 +1,14 @@
 """Evaluation by the words of the classes, on own images, against predictions by labels."""
 
-import json
-
 import numpy as np
 import pytest
+from images import write_images
 from pairs import siglip
-from PIL import Image
 
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.config import EVALUATORS
 from vit_jax.data.words import PROMPTS
-from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -24,20 +21,18 @@ def source(golden, tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """Images of three classes, twelve in val/ and as many in train/."""
-    root, rng = tmp_path_factory.mktemp("own"), np.random.default_rng(0)
-    for i in range(24):
-        path = root / ("val", "train")[i // 12] / ("big_ant", "bee", "cat")[i % 3] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8)).save(path)
-    return root
+    names = ("big_ant", "bee", "cat")
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 64, 64, 3), np.uint8)
+    return write_images(tmp_path_factory.mktemp("own"), {
+        f"{'val' if i < 12 else 'train'}/{names[i % 3]}/{i}.png": pixels[i] for i in range(24)
+    })  # fmt: skip
 
 
 @pytest.mark.slow
-def test_top1_is_that_of_predictions_by_labels(source, images, capsys):
+def test_top1_is_that_of_predictions_by_labels(source, images, json_of):
     words = [f"--init_from={source}", "--config=evaluate:zeroshot,folder",
              f"--config.data.data_dir={images}", "--config.global_batch_size=8"]  # fmt: skip
-    assert main(["evaluate", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of("evaluate", *words)
     labels = ("a bee", "a big ant", "a cat")
     rows = vit_jax.predict(images / "val", source, labels=labels, top=1)
     right = [row["classes"][0]["name"].split()[-1] in row["file"] for row in rows]

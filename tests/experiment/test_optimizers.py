@@ -49,6 +49,11 @@ def trained(tx, params=PARAMS, all_grads=GRADS):
     return tree.flatten_names(params)
 
 
+def assert_close(found, expected, rtol, atol=0.0):
+    for leaf, p in expected.items():
+        np.testing.assert_allclose(found[leaf], p, rtol, atol, err_msg=leaf)
+
+
 def clipped(grads, max_norm):
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
     return {name: g * min(1, max_norm / norm) for name, g in grads.items()}
@@ -160,9 +165,7 @@ def test_equation(name, grad_clip_norm):
         momentum_dtype="float32",
         **numbers,
     )
-    actual = trained(tx)
-    for leaf, p in expected.items():
-        np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
+    assert_close(trained(tx), expected, rtol=2e-5, atol=2e-6)
 
 
 def golden(optimizer):
@@ -187,8 +190,7 @@ def same_with_golden(tx, arrays, variant=""):
     assert steps
     for step in steps:
         found = trained(tx, arrays["start"], [arrays[f"grad{1 + i}"] for i in range(step)])
-        for leaf, expected in arrays[f"{variant}step{step}"].items():
-            np.testing.assert_allclose(found[leaf], expected, rtol=0, atol=2e-6, err_msg=leaf)
+        assert_close(found, arrays[f"{variant}step{step}"], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("variant", "clips"), [("", 1.0), ("noclip/", None)])
@@ -272,17 +274,15 @@ def test_l2_passes_through_the_root_and_the_momentum():
             expected[leaf] = p - 0.1 * rmsprop_direction(coupled, memory, leaf, step)
     numbers = {"momentum": MOMENTUM, "b2": B2, "eps": EPS}
     actual = trained(make_optimizer("rmsprop", schedule=lambda step: 0.1, l2=0.2, **numbers))
-    for leaf, p in expected.items():
-        np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
+    assert_close(actual, expected, rtol=2e-5, atol=2e-6)
     params = tree.unflatten_names(PARAMS)
     plain = make_optimizer("sgd", schedule=lambda step: 0.1).init(params)
     assert "l2" not in plain  # as states are stored since before there was an l2
 
 
 def same_with_optax(name, theirs, **numbers):
-    ours, theirs = trained(make_optimizer(name, schedule=learning_rate, **numbers)), trained(theirs)
-    for leaf, p in theirs.items():
-        np.testing.assert_allclose(ours[leaf], p, rtol=1e-6, err_msg=leaf)
+    ours = trained(make_optimizer(name, schedule=learning_rate, **numbers))
+    assert_close(ours, trained(theirs), rtol=1e-6)
 
 
 def kernels(params):
@@ -403,8 +403,7 @@ def test_a_stack_of_layers_is_updated_as_its_layers_are(name, weight_decay_on):
     expected = trained(tx, params, all_grads)
     found = unstacked(trained(tx, stacked(params), [stacked(g) for g in all_grads]))
     assert found.keys() == expected.keys()
-    for leaf, p in expected.items():
-        np.testing.assert_allclose(found[leaf], p, rtol=1e-5, atol=1e-6, err_msg=leaf)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_stacks_of_several_depths_are_updated_as_each_alone():

@@ -1,6 +1,5 @@
 """Evaluation of models from anywhere, without training, against the model applied by hand."""
 
-import json
 import operator
 
 import jax
@@ -16,7 +15,6 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import REQUIRED_TO_EVALUATE, Settings
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.main import main
 from vit_jax.run.setup.evaluation import complete_by_source
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import read_pretrained
@@ -54,11 +52,10 @@ def scores(path, image_size=None):
 
 
 @pytest.mark.slow
-def test_a_file_on_the_command_line(published, one_device, capsys, monkeypatch):
+def test_a_file_on_the_command_line(published, one_device, json_of, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight
     words = ["--config=configs/evaluate.py:classification,knn,debug"]
-    assert main(["evaluate", f"--init_from={published}", *words]) == 0
-    results = json.loads(capsys.readouterr().out)
+    results = json_of("evaluate", f"--init_from={published}", *words)
     logits, labels = scores(published)
     assert results["classification/num_examples"] == 360
     assert results["classification/top1"] == pytest.approx((logits.argmax(1) == labels).mean())

@@ -11,8 +11,8 @@ import pytest
 from asked import evaluate_model, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
+from images import write_images
 from opened import evaluate_run, open_all
-from PIL import Image
 from read_settings import data_and_evals
 
 from vit_jax import data
@@ -35,12 +35,9 @@ pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """Twenty images of two classes."""
-    root, rng = tmp_path_factory.mktemp("own") / "images", np.random.default_rng(0)
-    for i in range(20):
-        path = root / ("ant", "bee")[i % 2] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
-    return root
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8)
+    images = {f"{('ant', 'bee')[i % 2]}/{i}.png": image for i, image in enumerate(pixels)}
+    return write_images(tmp_path_factory.mktemp("own") / "images", images)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_steps_are_whole_numbers(workdirs):
     assert (ticks == ticks.round()).all()
 
 
-def test_tables_and_image(workdirs, tmp_path, capsys, monkeypatch):
+def test_tables_and_image(workdirs, tmp_path, capsys, json_of, monkeypatch):
     drawn = []
     monkeypatch.setattr(
         plots, "as_file", lambda figure, form: drawn.append(figure) or form.encode()
@@ -84,21 +84,18 @@ def test_tables_and_image(workdirs, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "c.svg").read_bytes() == b"svg"
     table = (tmp_path / "t.tex").read_text()
     assert r"a/run & 1 & - & 50.00 \% \\" in table and "±" not in table
-    capsys.readouterr()
-    assert main([*words, "--format=json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json_of(*words, "--format=json")
     assert said["runs"] == ["b/run", "a/run"]
     assert said["config"] == {"optimizer.peak_lr": [0.5, 1.5e-3]}
 
 
-def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
+def test_a_study_stands_for_its_runs(workdirs, tmp_path, json_of):
     folder = tmp_path / "a [1]"
     (tmp_path / "a").rename(folder)
     write_run(folder / "other", [], optimizer__peak_lr=0.25)
     (folder / "labels").mkdir()  # a member that is no run
     (folder / "study.json").write_text("{}")
-    assert main(["report", str(folder), str(tmp_path / "b/run"), "--format=json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json_of("report", str(folder), str(tmp_path / "b/run"), "--format=json")
     assert said["runs"] == ["b/run", "a [1]/other", "a [1]/run"]  # one of them has val/top1
     assert said["config"] == {"optimizer.peak_lr": [0.5, 0.25, 1.5e-3]}
 

@@ -43,7 +43,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_status_is_read_from_the_files(folder, capsys):
+def test_status_is_read_from_the_files(folder, capsys, json_of):
     a, b, c, d, e = read_status([folder])
     assert (a.health, a.eta_s, a.goodput) == ("finished", None, 0.5)
     assert (b.health, b.eta_s, b.goodput) == ("training", 60.0, 0.75)
@@ -54,8 +54,7 @@ def test_status_is_read_from_the_files(folder, capsys):
         "run": "b", "step": "10/40", "images/s": "64", "ETA": "0:01:00", "train/loss": "1.25",
         "health": "training", "where": "node7, 8 x TPU v5 lite", "goodput": "75%",
     }  # fmt: skip
-    assert main(["status", str(folder), "--format=json"]) == 0
-    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == [*"abcde"]
+    assert [run["name"] for run in json_of("status", str(folder), "--format=json")] == [*"abcde"]
     assert main(["status", str(folder)]) == 0
     assert "finished" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from started_job import KILL, STOP, Job
 
+pytestmark = pytest.mark.slow
 HEARTBEAT_S = 16
 ENDLESS = (
     "--config=configs/quickstart.py:debug", "--config.duration=1000000 steps",
@@ -42,7 +43,6 @@ def check_that_others_name(victim, job):
 
 
 # Without process 0, which keeps the store, the others see nothing.
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path, devices=1) as job:
@@ -53,7 +53,6 @@ def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
         assert time.monotonic() - since < HEARTBEAT_S
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_is_stopped_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path) as job:
@@ -63,7 +62,6 @@ def test_when_one_is_stopped_the_others_end_and_name_it(tmp_path, victim):
         assert 'train.py", line' in job.said(1 - victim)  # the stacks
 
 
-@pytest.mark.slow
 def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
     with endless(tmp_path, own={1: ("loader:30", ())}) as job:
         assert job.codes() == [1, 1], job.everything()
@@ -75,7 +73,6 @@ def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
         assert 'faulty_run.py", line' in job.said(1)  # where it hangs
 
 
-@pytest.mark.slow
 def test_a_process_that_hangs_in_a_step_is_named(tmp_path):
     with endless(tmp_path, "--config.job.inject=hang:process=1:step=10") as job:
         assert job.codes() == [1, 1], job.everything()
@@ -84,7 +81,6 @@ def test_a_process_that_hangs_in_a_step_is_named(tmp_path):
             assert re.search(named, verdict(job, i)), verdict(job, i)
 
 
-@pytest.mark.slow
 def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
     own = {1: ("code", ("--config.optimizer.peak_lr=0.002",))}
     with endless(tmp_path, devices=1, own=own) as job:
@@ -99,7 +95,6 @@ def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
     words = ("--config.checkpoint.every=5 steps", "--config.job.inject=flip:weight:device=3:step=7")
     with endless(tmp_path, *words) as job:
@@ -112,14 +107,12 @@ def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
     assert saved == ["5"]
 
 
-@pytest.mark.slow
 def test_another_program_is_found_before_the_first_step(tmp_path):
     with endless(tmp_path, own={1: ("program", ())}) as job:
         assert job.codes() == [2, 2], job.everything()
         assert "lowered step: " in job.said(0) and "on process 1" in job.said(0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "number"), [(0, KILL), (2, KILL), (0, STOP), (3, STOP)])
 def test_of_four_the_others_name_the_one_that_is_lost(tmp_path, victim, number):
     with endless(tmp_path, num_processes=4, devices=1) as job:

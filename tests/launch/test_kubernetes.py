@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import types
@@ -14,6 +13,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from started_job import free_address
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 IMAGE = "--image=europe-docker.pkg.dev/project/images/vit_jax:1"
@@ -168,10 +168,7 @@ def test_processes_of_the_manifest_train(render, tmp_path, pytestconfig):
     )  # fmt: skip
     [container] = pod(manifest)["containers"]
     assert container["volumeMounts"] == [{"name": "volume-0", "mountPath": "/runs"}]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    processes = []
+    coordinator, processes = free_address(), []
     for index in range(2):
         command, env, host = in_pod(container, index, coordinator)
         assert host == "digits-worker-0-0.digits"  # JobSet's name for the first pod

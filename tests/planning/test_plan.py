@@ -13,11 +13,12 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from asked import prepare
+from images import write_images
 from jax.sharding import PartitionSpec as P
 from opened import config_json, with_known_facts
-from PIL import Image
 from read_settings import settings_of
 from shipped_forms import load
 
@@ -811,10 +812,9 @@ def test_a_calculated_peak_near_the_capacity_may_not_fit():
 
 
 def test_plan_counts_own_images(tmp_path, capsys):
-    for i, name in enumerate(("cat", "dog", "eel", "cat", "dog", "cat", "dog", "eel")):
-        path = tmp_path / "images" / ("val" if i < 3 else "train") / name / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (9, 9)).save(path)
+    splits = {"val": ("cat", "dog", "eel"), "train": ("cat", "dog", "cat", "dog", "eel")}
+    names = [f"{split}/{name}/{i}.png" for split in splits for i, name in enumerate(splits[split])]
+    write_images(tmp_path / "images", dict.fromkeys(names, np.zeros((9, 9, 3), np.uint8)))
     words = ["--config=folder:debug", AS_IT_IS, "--topology=H100:1"]
     words += ["--config.global_batch_size=4"]
     code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/images")

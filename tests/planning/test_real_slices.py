@@ -42,12 +42,11 @@ def plan(capsys):
     return plan
 
 
-def test_b16_as_shipped_takes_no_more_than_was_measured(capsys):
+def test_b16_as_shipped_takes_no_more_than_was_measured(json_of):
     """82.0 Mcycles and 4.94 GB with libtpu 0.0.52, with dropout 0.1 and 21,843 classes."""
     words = ("--config=configs/pretrain.py:ViT-B/16,imagenet21k", "--topology=v5e:4x4",
              "--config.global_batch_size=1024")  # fmt: skip
-    assert main(["plan", *words, "--format=json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures = json_of("plan", *words, "--format=json")
     assert figures["compiler_cycles"] <= 1.03 * 82.0e6
     assert figures["memory_bytes"]["peak"] <= 1.03 * 4.94e9
     sent = {rows: sum(row["sent_bytes"] for row in figures["collectives"]
@@ -100,11 +99,10 @@ def test_22b_on_256_chips(plan):
     assert sum(row["sent_bytes"] for row in reduced) <= 1.03 * 44.2e9
 
 
-def test_what_does_not_fit_says_by_how_much(capsys):
+def test_what_does_not_fit_says_by_how_much(json_of):
     words = ("--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug", "--topology=v5e:2x2",
              "--config.model.depth=2", "--config.global_batch_size=6400000")  # fmt: skip
-    assert main(["plan", *words, "--format=json"]) == 3
-    figures = json.loads(capsys.readouterr().out)
+    figures = json_of("plan", *words, "--format=json", code=3)
     memory = figures["memory_bytes"]
     assert memory["margin"] == memory["capacity"] - memory["peak"] < 0
     assert figures["remedies"]

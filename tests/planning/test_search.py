@@ -348,13 +348,12 @@ def test_without_auto_the_layout_is_the_config_s(planned, capsys):
 
 
 @pytest.mark.parametrize(("by_layer", "code"), [(10, 0), (14, 0), (15, 3)])
-def test_only_what_cannot_fit_in_any_layout_exits_with_3(planned, capsys, by_layer, code):
+def test_only_what_cannot_fit_in_any_layout_exits_with_3(planned, json_of, by_layer, code):
     """Scanned layers, recomputed over fsdp 16, of 12.5, 17.3 and 18.5 GiB; 15.75 GiB +- 15 %."""
     planned.by_layer = by_layer
     if code == 3:  # not the order of what waits, but the least memory
         planned.waits = {1: 1, 4: 2, 16: 3}
-    assert main([*PLAN, "--no_compile", "--format=json"]) == code
-    figures = json.loads(capsys.readouterr().out)
+    figures = json_of(*PLAN, "--no_compile", "--format=json", code=code)
     assert figures["scan"] and figures["mesh"]["fsdp"] == 16
     assert (figures["memory_bytes"]["may_not_fit"], "remedies" in figures) == {
         10: (False, False), 14: (True, False), 15: (False, True)
@@ -384,14 +383,13 @@ def test_devices_of_unknown_memory_keep_the_layout(planned, caplog, devices):
     assert not planned.compiled and not planned.calculated
 
 
-def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys):
+def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys, json_of):
     assert main([*PLAN, "--search"]) == 0
     shown = capsys.readouterr().out
     assert "unrolled" in shown
     assert "--config.mesh.fsdp=16 --config.model.remat=none" in " ".join(shown.split())
     planned.by_layer = 1.3
-    assert main([*PLAN, "--search=layout", "--format=json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["remat_layers"] == 1
+    assert json_of(*PLAN, "--search=layout", "--format=json")[0]["remat_layers"] == 1
     planned.by_layer = 99
     assert main([*PLAN, "--search"]) == 3
     with pytest.raises(SystemExit) as stopped:

@@ -17,10 +17,9 @@ from etils import epath
 from finished_run import final_state, rows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from started_job import ROOT, Job, free_address
+from started_job import ROOT, Job, said_by_two
 
 import vit_jax
-from vit_jax.base import tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
@@ -88,13 +87,8 @@ def test_processes_begin_with_the_weights_of_a_run(tmp_path, scan):
               f"--config.model.scan={scan}"]  # fmt: skip
     with Job(tmp_path, *words, devices=4) as job:
         assert job.codes(timeout_s=600) == [0, 0], job.everything()
-    found, expected = (
-        tree.flatten_names(vit_jax.load_pretrained(tmp_path / name)[1])
-        for name in ("tuned", "source")
-    )
-    assert found.keys() == expected.keys()
-    for name, leaf in expected.items():
-        np.testing.assert_array_equal(found[name], leaf, name)
+    found, expected = (vit_jax.load_pretrained(tmp_path / name)[1] for name in ("tuned", "source"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -141,9 +135,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.devices.mesh import make_mesh
 
-directory, address, i = sys.argv[1], sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(address, 2, i)
-shapes = json.loads(sys.argv[4])
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+directory, shapes = sys.argv[3], json.loads(sys.argv[4])
 mesh = make_mesh(replica=1, data=1, fsdp=8, tensor=1)
 target = {
     name: {
@@ -183,18 +176,7 @@ def test_each_process_reads_its_part_of_the_parameters_alone(tmp_path):
     checkpoints.save(1, jax.device_put(state, with_devices), {"data_fingerprint": ""})
     checkpoints.close()
 
-    address, target = free_address(), json.dumps({"params": shapes})
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", RESTORE, tmp_path, address, str(i), target],
-            env=os.environ | {"XLA_FLAGS": flags_for(4), "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    for job in jobs:
-        output, errors = job.communicate(timeout=300)
-        assert job.returncode == 0, errors
+    for output in said_by_two(RESTORE, tmp_path, json.dumps({"params": shapes}), devices=4):
         numbers = json.loads(output.splitlines()[-1])  # gloo prints first
         assert numbers["shards"] == sum(x.nbytes for x in params.values()) / 2
         # Compression saves 7 % of random float32 values.

@@ -3,17 +3,14 @@
 import io
 import json
 import os
-import sys
 
 import numpy as np
 import PIL.Image
 import pytest
+from images import encode, smooth_image
 
 from vit_jax.diagnosis.benchmarks import input as input_benchmark
 from vit_jax.main import main
-
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../data"))
-from images import encode, smooth_image
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -169,9 +166,8 @@ def test_training(run):
 
 
 @pytest.mark.slow  # training has evaluated them
-def test_evaluation(run, capsys):
-    assert main(["evaluate", f"--workdir={run[0]}"]) == 0
-    assert "val/top1" in json.loads(capsys.readouterr().out)
+def test_evaluation(run, json_of):
+    assert "val/top1" in json_of("evaluate", f"--workdir={run[0]}")
 
 
 @pytest.mark.slow
@@ -198,10 +194,9 @@ def test_a_name_with_markup_is_shown_as_it_is(root, run, capsys):
 
 
 @pytest.mark.slow
-def test_benchmark(words, root, capsys, monkeypatch):
+def test_benchmark(words, root, json_of, monkeypatch):
     monkeypatch.setattr(input_benchmark, "_IMAGES_A_ROUND", 128)
     monkeypatch.setattr(input_benchmark, "_NUM_ROUNDS", 1)
-    assert main(["benchmark", "--what=input", *words[:3], "--format=json"]) == 0
-    assert json.loads(capsys.readouterr().out)["data"] == "folder"
+    assert json_of("benchmark", "--what=input", *words[:3], "--format=json")["data"] == "folder"
     output = f"--output={root}/sheet.png"
     assert main(["benchmark", "--what=augmentations", *words[:3], output]) == 0

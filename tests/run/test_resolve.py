@@ -10,6 +10,7 @@ import pytest
 from asked import count_steps, evaluate_model, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
+from images import write_images
 from opened import evaluate_run
 from PIL import Image
 from read_settings import model_fields
@@ -219,11 +220,9 @@ def test_a_grey_source_gives_its_channels_and_value_range(caplog):
 
 @pytest.mark.slow
 def test_grey_images_are_pretrained_and_tuned_by_two_commands(tmp_path):
-    rng = np.random.default_rng(0)
-    for i in range(40):
-        file = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (32, 32), np.uint8)).save(file)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32), np.uint8)
+    images = {f"{'ab'[i % 2]}/{i}.png": image for i, image in enumerate(pixels)}
+    write_images(tmp_path / "images", images)
     keys = {"data.data_dir": tmp_path / "images", "duration": "2 steps", "global_batch_size": 8}
     grey = {"data.channels": 1, "data.mean": (0.5,), "data.std": (0.25,)}
     vit_jax.train(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from asked import train_and_evaluate
 from etils import epath
-from finished_run import final_state, rows
+from finished_run import check_same_end, final_state, rows
 from PIL import Image
 from read_settings import settings_of
 
@@ -132,9 +132,7 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
         with pytest.raises(KilledError):
             train_and_evaluate(make_config(rule), killed, callbacks=[kill])
     train_and_evaluate(make_config(rule), killed)
-    assert rows(killed) == rows(whole)
-    for name, leaf in final_state(killed)[1].items():
-        assert np.asarray(leaf).tobytes() == np.asarray(state[name]).tobytes(), name
+    check_same_end(killed, whole)
 
 
 def test_without_a_rule_the_run_ends(tmp_path, monkeypatch):

@@ -112,9 +112,8 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(
     workdir, tmp_path, golden, monkeypatch, caplog
 ):
     monkeypatch.setattr(loop, "compile_step", count_steps())
-    again, copy = tmp_path / "run", tmp_path / "copy"
-    shutil.copytree(workdir, again)
-    shutil.copytree(workdir / "tokenizer", copy)
+    again = shutil.copytree(workdir, tmp_path / "run")
+    copy = shutil.copytree(workdir / "tokenizer", tmp_path / "copy")
     where = {"data__tokenizer": copy}  # its place may change
     made = run(again, make=prepare, **where)
     assert made.fingerprint == run(again, make=prepare).fingerprint
@@ -145,8 +144,7 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(
 
 
 def test_a_resumed_run_ends_as_an_unbroken_one_and_a_branch_has_the_tokenizer(workdir, tmp_path):
-    again = tmp_path / "run"
-    shutil.copytree(workdir, again)
+    again = shutil.copytree(workdir, tmp_path / "run")
     shutil.rmtree(again / "checkpoints/4")
     (again / "summary.json").unlink()
     run(again)

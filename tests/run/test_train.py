@@ -58,6 +58,13 @@ def rows(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+def without_summary(workdir, tmp_path):
+    """A copy of a run that was killed before it ended."""
+    run = shutil.copytree(workdir, tmp_path / "run")
+    (run / "summary.json").unlink()
+    return run
+
+
 def final_checksums(workdir, step=40):
     return restore.read_meta(epath.Path(workdir) / "checkpoints" / str(step))["checksums"]
 
@@ -307,8 +314,7 @@ def test_told_to_stop_before_the_step_is_compiled_it_ends_at_once(tmp_path, monk
 
 def test_a_damaged_newest_checkpoint_is_moved_aside_and_the_run_ends_the_same(finished, tmp_path):
     workdir, _ = finished
-    run = tmp_path / "run"
-    shutil.copytree(workdir, run)  # with its summary: it is finished
+    run = shutil.copytree(workdir, tmp_path / "run")  # with its summary: it is finished
     damaged = max((run / "checkpoints/40/state/d").iterdir(), key=lambda p: p.stat().st_size)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
@@ -332,9 +338,7 @@ def without_seconds(summary):
 def test_a_finished_run_without_its_last_evaluation_makes_it(finished, tmp_path):
     """The summary has only values of the last step, and a removed config.json is written again."""
     workdir, summary = finished
-    run = tmp_path / "run"
-    shutil.copytree(workdir, run)
-    (run / "summary.json").unlink()
+    run = without_summary(workdir, tmp_path)
     (run / "config.json").unlink()
     *before, last, _ = rows(run)  # the last row has the seconds of the end
     assert "test/top1" in last and last["step"] == 40
@@ -391,7 +395,7 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
         assert not list(tmp_path.iterdir())
 
 
-def test_evaluate_gives_what_the_run_logged_without_training_data(finished, monkeypatch, capsys):
+def test_evaluate_gives_what_the_run_logged_without_training_data(finished, monkeypatch, json_of):
     make, splits = data.make_source, []
 
     def note(name, *, split, **kwargs):
@@ -400,8 +404,7 @@ def test_evaluate_gives_what_the_run_logged_without_training_data(finished, monk
 
     monkeypatch.setattr(data, "make_source", note)
     workdir, summary = finished
-    assert main(["evaluate", f"--workdir={workdir}"]) == 0
-    results = json.loads(capsys.readouterr().out)
+    results = json_of("evaluate", f"--workdir={workdir}")
     assert results == {k: v for k, v in summary.items() if k == "step" or k.startswith("test/")}
     assert splits == ["test"]
 
@@ -412,9 +415,7 @@ def test_init_from_an_unrolled_workdir_into_a_scanned_model(finished, tmp_path):
     found = prepare(config, tmp_path / "tuned").initial_params
     _, expected = load_pretrained(workdir, scan=True)
     expected = tree.flatten_names(expected["params"])
-    assert found.keys() == expected.keys()
-    for name, leaf in expected.items():
-        np.testing.assert_array_equal(found[name], leaf, name)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_init_from_replaces_the_head_also_for_as_many_classes(finished, tuned):
@@ -473,9 +474,7 @@ def test_lost_checkpoints_are_said(tmp_path, caplog):
 
 
 def test_other_images_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    shutil.copytree(finished[0], run)
-    (run / "summary.json").unlink()
+    run = without_summary(finished[0], tmp_path)
     (run / "checkpoints/40/meta/metadata").unlink()
     monkeypatch.setattr("vit_jax.run.build.data_fingerprint", lambda *_: "another")
     with pytest.raises(InputError, match="the data set differs"):
@@ -492,9 +491,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
 
 
 def test_a_checkpoint_is_not_condemned_for_what_is_not_its_fault(finished, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    shutil.copytree(finished[0], run)
-    (run / "summary.json").unlink()
+    run = without_summary(finished[0], tmp_path)
 
     def denied(*args):
         raise PermissionError("denied")
@@ -531,9 +528,7 @@ def averaged(optional, tmp_path_factory):
 def test_resumed_with_everything_on_the_run_ends_bit_identical(optional, averaged, tmp_path):
     """Only the second part logs norms by layer, which must not change anything."""
     workdir, summary = averaged
-    run = tmp_path / "run"
-    shutil.copytree(workdir, run)
-    (run / "summary.json").unlink()
+    run = without_summary(workdir, tmp_path)
     shutil.rmtree(run / "checkpoints/8")
     config = copy.deepcopy(optional)
     config.log.by_layer = True
@@ -553,8 +548,7 @@ def test_resumed_with_everything_on_the_run_ends_bit_identical(optional, average
 
 def test_a_run_learns_from_a_teacher(optional, averaged, finished, tmp_path):
     """Its adapters are left out where only the model counts."""
-    teacher, workdir = finished[0], tmp_path / "run"
-    shutil.copytree(averaged[0], workdir)
+    teacher, workdir = finished[0], shutil.copytree(averaged[0], tmp_path / "run")
     assert {"train/loss", "train/loss_label", "train/loss_pooled"} <= rows(workdir)[0].keys()
     assert "objective" not in load_pretrained(workdir)[1]["params"]
     (recorded,) = json.loads((workdir / "teachers.json").read_text())
@@ -604,8 +598,7 @@ def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
 
 
 def test_a_run_without_the_average_is_refused_by_name(finished, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished[0], run)
+    run = shutil.copytree(finished[0], tmp_path / "run")
     with at_fault("optimizer.ema_decay"):
         train_and_evaluate(make_config(optimizer__ema_decay="0.9"), run)
 

@@ -10,22 +10,17 @@ import sys
 import time
 
 import pytest
+from finished_run import rows
 
 from vit_jax.main import main
 
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = "ViT-B/4,cifar10,debug"
 CONFIG = f"--config={ROOT / 'configs/finetune_study.py'}:{WORDS}"
 OVERRIDES = ("--config.study.peak_lrs=0.03,1e30", "--config.study.seeds=1")
 
 
-def state(workdir):
-    """Files that a repeated run must not change."""
-    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
-
-
-@pytest.mark.slow
 def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     """In this process, since starting members is slow."""
     commands = []
@@ -67,7 +62,6 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     assert len(commands) == 3
 
 
-@pytest.mark.slow
 def test_killed_members_resume(tmp_path):
     """Study and member are killed together; the same command then gives the same results."""
     command = [
@@ -94,4 +88,4 @@ def test_killed_members_resume(tmp_path):
     assert "resumed at step" in done.stdout
     assert (killed / "lr_0.03_seed_0/metrics.jsonl").stat().st_mtime_ns == first
     for name in ("lr_0.03_seed_0", "lr_0.03_seed_1"):
-        assert state(killed / name) == state(whole / name)
+        assert rows(killed / name) == rows(whole / name)

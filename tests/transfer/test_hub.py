@@ -14,7 +14,7 @@ from asked import prepare
 from at_fault import at_fault
 from fake_hub import COMMITS, Hub, move_hub, served
 from huggingface_hub import constants
-from PIL import Image
+from images import write_images
 
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.transfer import load_pretrained, read_pretrained
@@ -159,9 +159,8 @@ def test_what_is_no_repository(hub, source):
 
 def test_fine_tuning_starts_from_the_hub(hub, tmp_path):
     """finetune:MODEL,folder with hf:, up to the point where training begins."""
-    for name in ("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png"):
-        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30)).save(tmp_path / "own" / name)
+    names = ("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png")
+    write_images(tmp_path / "own", dict.fromkeys(names, np.zeros((30, 40, 3), np.uint8)))
     config = load_config("finetune:ViT-mu/8,folder")
     sizes = {"depth": "2", "mlp_dim": "64", "num_heads": "4"}
     overrides = [(f"model.{field}", size) for field, size in sizes.items()]

@@ -83,7 +83,7 @@ SQUARE_ONLY = ("dinov2", "dinov2_with_registers", "siglip", "clip")
 
 
 def exported(tmp_path, format, name, fields, size=(8, 12)):
-    """(folder, its images (2, 3, H, W), the logits that we compute).
+    """(folder, its images (2, H, W, 3), the logits that we compute).
 
     The model has positions of another size, `fields["image_size"]`, where it is given.
     """
@@ -95,11 +95,18 @@ def exported(tmp_path, format, name, fields, size=(8, 12)):
     save_pretrained(tmp_path / "made", source.model, source.variables, format)
     loaded, found = load_pretrained(tmp_path / "made")
     logits = np.asarray(jax.jit(loaded.apply)(found, images))
-    return tmp_path / "made", images.transpose(0, 3, 1, 2).copy(), logits
+    return tmp_path / "made", images, logits
 
 
 def assert_close(theirs, ours, tolerance=1e-4):
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max())
+
+
+def by_torch(model, images):
+    """What a model gives for images (B, H, W, 3)."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(images.transpose(0, 3, 1, 2).copy()))
 
 
 def open_with_transformers(path):
@@ -119,7 +126,6 @@ def open_with_transformers(path):
 @pytest.mark.parametrize("kind", TOWERS)
 def test_transformers_computes_what_an_export_of_any_size_does(tmp_path, kind, size, from_size):
     """An export is refused where the class of transformers would compute something else."""
-    torch = pytest.importorskip("torch")
     fields = {"num_classes": None} | TOWERS[kind] | {"image_size": from_size}
     if kind in SQUARE_ONLY and size[0] != size[1]:
         with pytest.raises(InputError, match="needs a square"):
@@ -127,8 +133,7 @@ def test_transformers_computes_what_an_export_of_any_size_does(tmp_path, kind, s
         assert not list(tmp_path.iterdir())
         return
     path, images, ours = exported(tmp_path, "hf", "ViT-mu/4", fields, size)
-    with torch.no_grad():
-        found = open_with_transformers(path)(torch.from_numpy(images))
+    found = by_torch(open_with_transformers(path), images)
     if kind == "vit":
         theirs = found.logits
     else:
@@ -173,12 +178,11 @@ def test_a_siglip_classifier_of_transformers_is_read(tmp_path, problem, loss):
         vision_config=tower, num_labels=5, problem_type=f"{problem}_label_classification"
     )
     torch.manual_seed(0)
-    theirs = transformers.SiglipForImageClassification(config).eval()
+    theirs = transformers.SiglipForImageClassification(config)
     theirs.save_pretrained(tmp_path)
     model, variables = load_pretrained(tmp_path)
     images = np.random.default_rng(1).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
-    with torch.no_grad():
-        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).logits.numpy()
+    logits = by_torch(theirs, images).logits.numpy()
     assert_close(np.asarray(jax.jit(model.apply)(variables, images)), logits)
     assert pretrained_spec(tmp_path).loss == loss
 
@@ -201,10 +205,8 @@ def test_heads_that_a_config_omits_are_those_of_its_class(tmp_path, kind):
 
 @pytest.mark.parametrize(("name", "fields"), CASES["hf"])
 def test_transformers_opens_the_folder(tmp_path, name, fields):
-    torch = pytest.importorskip("torch")
     path, images, ours = exported(tmp_path, "hf", name, fields)
-    with torch.no_grad():
-        found = open_with_transformers(path)(torch.from_numpy(images))
+    found = by_torch(open_with_transformers(path), images)
     assert_close(found.logits.numpy(), ours)
 
 
@@ -221,11 +223,10 @@ def test_what_transformers_saved_is_read(tmp_path, distilled):
     else:
         config = transformers.ViTConfig(**sizes, image_size=12, hidden_act="gelu_new")
         theirs = transformers.ViTForImageClassification(config)
-    theirs.eval().save_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
     model, variables = load_pretrained(tmp_path)
     images = np.random.default_rng(1).uniform(-1, 1, (2, 12, 12, 3)).astype(np.float32)
-    with torch.no_grad():
-        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).logits.numpy()
+    logits = by_torch(theirs, images).logits.numpy()
     assert_close(np.asarray(jax.jit(model.apply)(variables, images)), logits)
 
 
@@ -236,7 +237,7 @@ def test_what_timm_holds_is_read(tmp_path, pool):
     args = {"img_size": 12, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2,
             "global_pool": pool}  # fmt: skip
     torch.manual_seed(0)
-    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, **args).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, **args)
     arrays = {name: array.numpy() for name, array in theirs.state_dict().items()}
     rng = np.random.default_rng(0)
     arrays = {n: (0.3 * rng.standard_normal(a.shape)).astype(np.float32) for n, a in arrays.items()}
@@ -246,19 +247,16 @@ def test_what_timm_holds_is_read(tmp_path, pool):
     (tmp_path / "config.json").write_text(json.dumps(stated))
     model, variables = load_pretrained(tmp_path)
     images = np.random.default_rng(1).uniform(-1, 1, (2, 12, 12, 3)).astype(np.float32)
-    with torch.no_grad():
-        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
+    logits = by_torch(theirs, images).numpy()
     assert_close(np.asarray(jax.jit(model.apply)(variables, images)), logits)
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES["timm"])
 def test_timm_takes_the_arguments_and_the_arrays(tmp_path, name, fields):
-    torch = pytest.importorskip("torch")
     timm = pytest.importorskip("timm")
     path, images, ours = exported(tmp_path, "timm", name, fields)
     theirs = timm.create_model(f"local-dir:{path}", pretrained=True)
-    with torch.no_grad():
-        assert_close(theirs.eval()(torch.from_numpy(images)).numpy(), ours)
+    assert_close(by_torch(theirs, images).numpy(), ours)
 
 
 def naflex_of(path, most, output, format):
@@ -282,7 +280,6 @@ def test_transformers_opens_a_siglip_2(golden, tmp_path):
 
 @pytest.mark.parametrize("name", ["timm_vit.safetensors", "hf_vit"])
 def test_the_card_s_own_lines_load_the_model(name, golden, tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
     library = {"hf_vit": "transformers"}.get(name, "timm")
     pytest.importorskip(library)
     monkeypatch.setenv("HF_TOKEN", "hf_writes")
@@ -294,8 +291,7 @@ def test_the_card_s_own_lines_load_the_model(name, golden, tmp_path, monkeypatch
         exec(ours, found := {})
         exec(theirs, found_by_library := {})
     expected = jax.jit(found["model"].apply)(found["variables"], images)
-    with torch.no_grad():
-        logits = found_by_library["model"].eval()(torch.from_numpy(images.transpose(0, 3, 1, 2)))
+    logits = by_torch(found_by_library["model"], images)
     assert_close(getattr(logits, "logits", logits).numpy(), expected, 2e-5)
 
 
@@ -375,12 +371,10 @@ def test_timm_takes_an_efficientnet_and_gives_one(tmp_path):
     save_pretrained(tmp_path / "made", model, variables, "timm")
     theirs = timm.models.efficientnet._gen_efficientnet(
         "tf_efficientnet_b0", *factors.values(), num_classes=5, bn_eps=1e-3, pad_type="same"
-    ).eval()
+    )
     arrays = load_file(tmp_path / "made/model.safetensors")
     theirs.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-    pixels = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
-    with torch.no_grad():
-        logits = theirs(pixels).numpy()
+    logits = by_torch(theirs, images).numpy()
     assert_close(logits, np.asarray(jax.jit(model.apply)(variables, images)))
     save_file(
         {n: a.numpy() for n, a in theirs.state_dict().items()}, tmp_path / "model.safetensors"
@@ -463,7 +457,6 @@ def test_images_are_cut_as_transformers_does(tmp_path, stated):
 
 @pytest.mark.parametrize("name", [name for name in TIMM + HF if name not in (*NOT_WRITTEN, "vit5")])
 def test_libraries_compute_their_goldens_from_our_files(golden, tmp_path, name):
-    torch = pytest.importorskip("torch")
     source = golden / name if name in HF else golden / f"{name}.safetensors"
     pretrained = read_pretrained(source)
     format = "hf" if name in HF else "timm"
@@ -471,18 +464,16 @@ def test_libraries_compute_their_goldens_from_our_files(golden, tmp_path, name):
         tmp_path / "made", pretrained.model, pretrained.variables, format, pretrained.spec
     )
     expected = np.load(source / "io.npz" if name in HF else golden / f"{name}.io.npz")
-    images = torch.from_numpy(expected["image"].transpose(0, 3, 1, 2).copy())
-    with torch.no_grad():
-        if name in HF:
-            transformers = pytest.importorskip("transformers")
-            config = json.loads((tmp_path / "made/config.json").read_text())
-            (architecture,) = config["architectures"]
-            model = getattr(transformers, architecture).from_pretrained(tmp_path / "made").eval()
-            found = model(pixel_values=images)
-            found = getattr(found, "logits", None) if "logits" in expected else found[0]
-        else:
-            timm = pytest.importorskip("timm")
-            model = timm.create_model(f"local-dir:{tmp_path / 'made'}", pretrained=True).eval()
-            found = model(images)
+    if name in HF:
+        transformers = pytest.importorskip("transformers")
+        config = json.loads((tmp_path / "made/config.json").read_text())
+        (architecture,) = config["architectures"]
+        model = getattr(transformers, architecture).from_pretrained(tmp_path / "made")
+        found = by_torch(model, expected["image"])
+        found = getattr(found, "logits", None) if "logits" in expected else found[0]
+    else:
+        timm = pytest.importorskip("timm")
+        model = timm.create_model(f"local-dir:{tmp_path / 'made'}", pretrained=True)
+        found = by_torch(model, expected["image"])
     kind = "logits" if "logits" in expected else "tokens" if name in HF else "features"
     assert_close(found.numpy(), expected[kind])

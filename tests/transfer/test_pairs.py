@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.main import main
 from vit_jax.models.text import unit
 from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.export import export
@@ -133,15 +132,14 @@ def test_a_scale_above_its_bound_is_written_as_the_bound(golden, tmp_path):
     assert np.exp(written) == pytest.approx(100, rel=1e-6)
 
 
-def test_an_export_takes_the_tokenizer_along(golden, tmp_path, capsys):
+def test_an_export_takes_the_tokenizer_along(golden, tmp_path, json_of):
     source = siglip(golden, tmp_path / "source")
     length = read_pretrained(source).read_text_side().matcher.text.length
     of_source = source / "tokenizer_config.json"
     own = {"model_max_length": None, "model_input_names": ["input_ids", "attention_mask"]}
     of_source.write_text(json.dumps(json.loads(of_source.read_text()) | own))
     words = [f"--init_from={source}", f"--output={tmp_path / 'out'}", "--format=hf_pair"]
-    assert main(["export", *words]) == 0
-    files = json.loads(capsys.readouterr().out)["files"]
+    files = json_of("export", *words)["files"]
     assert {"spiece.model", "tokenizer_config.json"} <= {*files}
     assert (tmp_path / "out/spiece.model").read_bytes() == (source / "spiece.model").read_bytes()
     stated = json.loads((tmp_path / "out/tokenizer_config.json").read_text())

@@ -134,9 +134,7 @@ def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
     checkpoints.close()
     found = read_pretrained(tmp_path)
     assert found.model == made.model
-    assert found.params.keys() == made.params.keys()
-    for name, array in made.params.items():
-        np.testing.assert_array_equal(found.params[name], array, err_msg=name)
+    jax.tree.map(np.testing.assert_array_equal, found.params, made.params)
 
 
 @pytest.mark.parametrize(

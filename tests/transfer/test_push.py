@@ -132,8 +132,7 @@ def test_faults_name_the_flag_and_the_remedy(hub, golden, capsys, monkeypatch):
 
 def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     """Results with their split, the recipe as asked and as resolved, figures."""
-    run = tmp_path / "run"
-    shutil.copytree(golden / "run_0_2_0", run)
+    run = shutil.copytree(golden / "run_0_2_0", tmp_path / "run")
     config = run / "config.json"
     config.write_text(
         config.read_text()

@@ -57,13 +57,12 @@ each_runtime = pytest.mark.parametrize("format", INSTALLED)
 
 @pytest.mark.parametrize(("format", "precision"), FLOATS)
 def test_bytes_in_and_probabilities_out_as_predict_gives_them(
-    format, precision, golden, tmp_path, capsys
+    format, precision, golden, tmp_path, json_of
 ):
     output, source = tmp_path / f"model.{format}", golden / "timm_vit.safetensors"
     words = [f"--init_from={source}", f"--output={output}", f"--format={format}"]
     words += [f"--precision={precision}"]
-    assert main(["export", *words, "--takes=bytes", "--gives=probabilities"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json_of("export", *words, "--takes=bytes", "--gives=probabilities")
     receipt = json.loads((tmp_path / f"model.{format}.receipt.json").read_text())
     assert {**shown, **receipt["read_back"]} == shown
     assert set(shown["runtime"]) == set(runtimes.RUNTIMES[format].PACKAGES)

@@ -19,7 +19,6 @@ from vit_jax.diagnosis.benchmarks.rounds import spread_of_ratio
 from vit_jax.diagnosis.benchmarks.step import make_matmuls, measure_step
 from vit_jax.diagnosis.settled import open_training_data
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.main import main
 from vit_jax.planning import targets
 
 TINY = ("--config.global_batch_size=8", "--config.model.depth=1")
@@ -138,7 +137,7 @@ def test_input_of_pixels_stands_alone(one_short_round):
 
 @pytest.mark.slow
 def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
-    tmp_path, capsys, monkeypatch
+    tmp_path, json_of, monkeypatch
 ):
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
@@ -147,8 +146,7 @@ def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
     words = ["--config=configs/pretrain.py:ViT-mu/16,imagenet2012", "--config.data.image_size=32"]
     words += ["--config.optimizer.peak_lr=0.1", f"--config.data.data_dir={tmp_path / 'nothing'}"]
     words += ["--format=json", f"--output={output}"]
-    assert main(["benchmark", "--what=step", *words, *TINY, "--steps=1"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json_of("benchmark", "--what=step", *words, *TINY, "--steps=1")
     assert printed == json.loads(output.read_text())
     assert printed["what"] == "step" and printed["gflop_per_image"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]

@@ -25,11 +25,18 @@ def pil_rgb(encoded):
     return np.asarray(PIL.Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
+def write_images(root, images):
+    """Write {name: the bytes of a file, or pixels for a PNG} below `root`; return `root`."""
+    for name, image in images.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(image if isinstance(image, bytes) else encode(image, "PNG"))
+    return root
+
+
 def make_folder(root, sizes):
     """Write sizes[class] different JPEGs to root/class/0.jpg, 1.jpg, ...; return `root`."""
-    for c, (class_name, size) in enumerate(sizes.items()):
-        (root / class_name).mkdir(parents=True)
-        for i in range(size):
-            encoded = encode(smooth_image(seed=1000 * c + i))
-            (root / class_name / f"{i}.jpg").write_bytes(encoded)
-    return root
+    return write_images(root, {
+        f"{class_name}/{i}.jpg": encode(smooth_image(seed=1000 * c + i))
+        for c, (class_name, size) in enumerate(sizes.items())
+        for i in range(size)
+    })  # fmt: skip
