@@ -4,8 +4,8 @@ python -m vit_jax.main --config=configs/cifar10.py --config.data.data_dir=DIR --
 DIR holds cifar10/VERSION as TFDS prepares it.
 
 Minutes on a CPU: --config=configs/cifar10.py:small (1.2M parameters, 3 epochs)
-At most 1,200 CPU seconds: --config=configs/cifar10.py:fast (1.1M parameters, 10 epochs)
-At most 7,200 CPU seconds: --config=configs/cifar10.py:hour (the same model, 36 epochs)
+About 1,060 CPU seconds: --config=configs/cifar10.py:fast (1.1M parameters, 10 epochs)
+About 6,500 CPU seconds: --config=configs/cifar10.py:hour (the same model, 36 epochs)
 For choices, add the word held_out: it trains on nine tenths of the training images
 A few seconds, synthetic data: --config=configs/cifar10.py:debug
 """
@@ -26,8 +26,8 @@ from vit_jax.run.setup.recipes import (
 WORDS = {
     "small": "1.2M parameters, 3 epochs",
     "5k": "a small model that overfits 5,000 images",
-    "fast": "1.1M parameters, 10 epochs, at most 1,200 CPU seconds",
-    "hour": "the model of fast, 36 epochs, at most 7,200 CPU seconds",
+    "fast": "1.1M parameters, 10 epochs, about 1,060 CPU seconds",
+    "hour": "the model of fast, 36 epochs, about 6,500 CPU seconds",
     "held_out": "for choices: train on nine tenths, evaluate on the last tenth of train",
     **{name: f"AugReg's {name}" for name in AUGREG},
     "debug": "20 steps of a tiny model",
