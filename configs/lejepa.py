@@ -15,6 +15,7 @@ weight decay 0.05, a warm-up and a cosine, 2 global views of 30 % to 100 % and l
 clipped at 1. The docstring of vit_jax/objectives/lejepa.py lists what the objective assumes.
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import knn, linear_probe, patch_features, rank
 from vit_jax.run.setup.recipes import (
     EVAL_OPS,
@@ -41,6 +42,8 @@ COLOURS = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
 
 def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
+    if len({"folder", "cifar10", "digits"} & chosen) > 1:
+        raise InputError(f"got {arg!r}, needs at most one of folder, cifar10, digits")
     c.objective.name, c.objective.sigreg_weight = "lejepa", 0.05
     use_adamw(c)
     if "folder" in chosen:

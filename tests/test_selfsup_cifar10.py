@@ -8,6 +8,7 @@ import pytest
 from loaded_file import load_module
 from measured_runs import read_rows
 
+from vit_jax.config import REQUIRED_TO_EVALUATE, with_values
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.run.setup.validation import find_faults
 
@@ -28,9 +29,14 @@ def test_each_method_is_judged_ten_times_by_images_that_it_has_not_seen(tmp_path
         (workdir / "metrics.jsonl").write_text(text)
         return {"exaflops": 0.002}, 10.0
 
+    def evaluate(workdir, name, keys):
+        config = with_values(load_config(name), keys)
+        assert find_faults(config, REQUIRED_TO_EVALUATE) == []
+        return {"probe/top1": 0.6}
+
     (tmp_path / "pictures").mkdir()
     monkeypatch.setattr(tool, "train", train)
-    monkeypatch.setattr(tool.vit_jax, "evaluate", lambda *_: {"probe/top1": 0.6})
+    monkeypatch.setattr(tool.vit_jax, "evaluate", evaluate)
     monkeypatch.setattr(tool, "TABLE", tmp_path / "table.csv")
     for judge in ("held_out", "test", "test"):
         words = [str(tmp_path), "--data_dir=DIR", "--seeds=2", f"--judge={judge}"]

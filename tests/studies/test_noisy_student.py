@@ -185,13 +185,14 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     np.testing.assert_array_equal(example["image"], images.read(labels.record[[3, 0]])["image"])
     np.testing.assert_allclose(example["label"], labels.label[[3, 0]], atol=1e-3)
     np.testing.assert_allclose(np.sum(example["label"], axis=1), 1, atol=1e-6)
-    halves = dataclasses.replace(
-        labels, label=labels.label / 2, facts=labels.facts | {"loss": "sigmoid"}
-    )
-    (tmp_path / "sigmoid.npz").write_bytes(halves.to_bytes())
-    of_sigmoid = make_source("pseudo", split=str(tmp_path / "sigmoid.npz"), image_size=(8, 8))
-    found = of_sigmoid.read(np.array([3, 0]))["label"]  # need not add up to 1
-    np.testing.assert_allclose(found, labels.label[[3, 0]] / 2, atol=1e-3)
+    assert labels.facts["adds_up"]
+    stored = {key: value for key, value in labels.facts.items() if key != "adds_up"}
+    for facts in (stored | {"loss": "sigmoid"}, stored | {"loss": "own", "adds_up": False}):
+        halves = dataclasses.replace(labels, label=labels.label / 2, facts=facts)
+        (tmp_path / "halves.npz").write_bytes(halves.to_bytes())
+        of_halves = make_source("pseudo", split=str(tmp_path / "halves.npz"), image_size=(8, 8))
+        found = of_halves.read(np.array([3, 0]))["label"]
+        np.testing.assert_allclose(found, labels.label[[3, 0]] / 2, atol=1e-3)
     softened = soften(images).read(np.array([5]))["label"]
     np.testing.assert_array_equal(softened, np.eye(10)[images.read(np.array([5]))["label"]])
 

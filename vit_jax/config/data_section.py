@@ -146,9 +146,14 @@ class Data(OpenSection):
         for name, values in {"mean": self.mean, "std": self.std}.items():
             alike = len(values) in (1, 3) and (self.channels == 1 or len({*values}) == 1)
             positive = name == "mean" or all(value > 0 for value in values)
+            number = (
+                "1 number"
+                if self.channels == 1
+                else (f"{self.channels} numbers, one per channel, or 1 for all,")
+            )
             faults.need(
                 (len(values) == self.channels or alike) and positive,
-                f"{name}={values}: needs {self.channels} numbers, one per channel, or 1 for all, "
-                f"for pixels in [0, 1]{', above 0' if name == 'std' else ''}",
+                f"{name}={values}: needs {number} for pixels in [0, 1]"
+                f"{', above 0' if name == 'std' else ''}",
             )
         return faults

@@ -205,6 +205,14 @@ class Section:
         """Faults of several keys together, each starting with its key, without the section."""
         return []
 
+    def _check_all(self) -> list[str]:
+        """The faults that its class finds, and those that the classes find from which it derives.
+
+        So a part that has a `check` of its own keeps the one of its section.
+        """
+        checks = [vars(cls)["check"] for cls in reversed(type(self).mro()) if "check" in vars(cls)]
+        return [*dict.fromkeys(fault for check in checks for fault in check(self))]
+
     @classmethod
     def read(
         cls, values: Mapping[str, Any], in_steps: InSteps | None = None
@@ -212,7 +220,7 @@ class Section:
         """The section with `values`, and their faults, each starting with its key.
 
         A key that is None or missing has its default. Sizes become pairs, and durations steps. A
-        value in fault stays as it is.
+        value in fault stays as it is; `check` sees its default instead.
 
         Args:
           values: by key; other keys' values are left out.
@@ -222,7 +230,10 @@ class Section:
         given = {k: values[k] for k in known if k in values and values[k] is not None}
         given |= {k: None for k in known if known[k].default is ... and k not in given}
         section = cls(**given)
-        faults = find_wrong(known, given) or section.check()
+        wrong = {k: found for k, value in given.items() if (found := find_wrong(known, {k: value}))}
+        unset = {k: None if known[k].default is ... else known[k].default for k in wrong}
+        sound = dataclasses.replace(section, **unset)  # type: ignore[type-var]
+        faults = [fault for found in [*wrong.values(), sound._check_all()] for fault in found]
         read = {
             name: declared.read(getattr(section, name), name, None if faults else in_steps)
             for name, declared in known.items()

@@ -1,6 +1,7 @@
 """Parts that a config can choose by name: {name: "module:class"}, imported on first use.
 
-A new part is one class and one line here; a plug-in adds its class to the same dicts.
+A new part is one class and one line here (an evaluator: in `evals`; a format of weights: in
+`transfer`); a plug-in adds its class to the same dicts.
 """
 
 import re

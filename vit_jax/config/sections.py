@@ -1,5 +1,7 @@
 """The sections of a config: their keys, with types, defaults, meanings and ranges.
 
+`data` and `study` have files of their own.
+
 A key that is None is either required (`base.REQUIRED`) or optional; the meaning of an optional key
 says what None means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6
 examples", or "5 %", a share of the run. Parts that are chosen by name add their own keys: see

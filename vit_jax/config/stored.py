@@ -27,6 +27,7 @@ from vit_jax.config.evals import EVALUATORS, make_entry
 from vit_jax.config.sections import SECTIONS
 from vit_jax.config.upgrades import FORMAT, upgrade
 
+# What a resumed run may change.
 _FREE_SECTIONS = {"mesh", "checkpoint", "stop", "log", "evals", "job", "study"}
 _FREE_KEYS = {"auto", "data.data_dir", "data.reader", "data.max_corrupt_fraction", "data.tokenizer",
               "data.exclude",  # its content is in the fingerprint of the data
@@ -51,7 +52,7 @@ def keep_resolved(asked: ConfigDict, stored: "StoredConfig") -> dict[str, Any]:
 
 
 def is_free_on_resume(key: str) -> bool:
-    """Whether a resumed run may change `key`: it affects where and how a run is executed only."""
+    """Whether a resumed run may change `key`: it decides only where and how a run executes."""
     return key in _FREE_KEYS or key.partition(".")[0] in _FREE_SECTIONS
 
 

@@ -6,6 +6,7 @@ heads over `tensor`.
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -22,7 +23,7 @@ from vit_jax.devices.cudnn import described_attention
 from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.devices.random_bytes import draw_bytes_by_device
-from vit_jax.devices.sharding import on_shares
+from vit_jax.devices.sharding import free_axes, on_shares
 from vit_jax.models.block_ops import (
     PLAIN,
     BlockOps,
@@ -381,9 +382,10 @@ def _find_projections_kernel(x_BND: jax.Array, *, mesh: Mesh) -> Callable | None
 def _rows_in_vmem(x_BND: jax.Array, mesh: Mesh) -> tuple[int, int]:
     """The rows of a device, 0 where it has no kernel of rows, and the bytes of a core's VMEM."""
     B, N, _ = x_BND.shape
-    if {*mesh.axis_names} - {*jax.sharding.get_abstract_mesh().manual_axes}:
-        is_split = max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1 or B % mesh.size
-        B = 0 if is_split else B // mesh.size
+    ways = {axis: mesh.shape[axis] for axis in free_axes(mesh)}
+    devices = math.prod(ways.values())
+    is_split = max(ways.get("fsdp", 1), ways.get("tensor", 1)) > 1 or B % devices
+    B = 0 if is_split else B // devices
     if x_BND.dtype != jnp.bfloat16:
         B = 0
     return B * N, _vmem_bytes(mesh)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
@@ -252,18 +252,26 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def on_shares(compute: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`compute` on each device's share of its arguments.
+def free_axes(mesh: Mesh | AbstractMesh) -> set[str]:
+    """The axes of `mesh` over which no `jax.shard_map` around this code has split the arrays.
 
-    Axes over which each device computes its own rows already (`experiment.exchange`, or the places
-    of a replay) split nothing here. If all do, it is `compute` itself.
+    It has in `experiment.exchange`, over all axes, and in a replay, over those of its places.
+    """
+    return {*mesh.axis_names} - {*jax.sharding.get_abstract_mesh().manual_axes}
+
+
+def on_shares(compute: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`compute` on each device's share of its arguments, over the `free_axes` of `mesh`.
+
+    The specs may name all axes; those that are not free are left out. If none is free, the result
+    is `compute` itself; if some are not, call it under `jax.jit`.
 
     Args:
+      compute: takes and gives arrays of one device.
       in_specs, out_specs: a tree of `PartitionSpec`s for each argument, and for the result, as
         `jax.shard_map` takes them.
     """
-    around = jax.sharding.get_abstract_mesh()
-    free = {*mesh.axis_names} - {*around.manual_axes}
+    free = free_axes(mesh)
     if not free:
         return compute
 
@@ -274,6 +282,7 @@ def on_shares(compute: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> C
     in_specs, out_specs = jax.tree.map(
         of_free, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P)
     )
+    around = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         compute, mesh=around if around.manual_axes else mesh, in_specs=in_specs,
         out_specs=out_specs, axis_names=free, check_vma=False,

@@ -25,6 +25,7 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     if isinstance(objective, Part):
         _check_objective(settings, objective, faults)
     if isinstance(loss, Part):
+        faults.check(loss.bind)
         learns = settings.model.name is not None and getattr(objective, "learns_labels", False)
         is_used = learns or not all(entry.learns_classes for entry in settings.evals.values())
         faults.need(

@@ -23,7 +23,7 @@ from etils import epath
 from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import absolute, check_folder, write_whole
-from vit_jax.config import SOURCES, Settings, sections
+from vit_jax.config import LOSSES, SOURCES, Settings, sections
 from vit_jax.data.sources.pseudo import PseudoLabels, agreement, select
 from vit_jax.inference.outputs import check_classes
 from vit_jax.inference.parts import Parts, Rows, begin, facts_of, write_missing
@@ -84,10 +84,12 @@ def label(
     labels = found["label"][records].astype(np.int32)
     if study.soft_labels:
         labels = _probabilities_of(parts, records, num_classes)
+    loss = pretrained.spec.loss or "softmax"  # as `outputs` assumes
     facts |= {
         "of_model": num_classes,
         "class_names": pretrained.spec.class_names,
-        "loss": pretrained.spec.loss or "softmax",  # as `outputs` assumes
+        "loss": loss,
+        "adds_up": LOSSES.find(loss).excludes is not False,
     }
     division = data.Division(divider.decided).to_bytes() if divider.decided else b""
     content = PseudoLabels(records, labels, facts, division).to_bytes()

@@ -25,20 +25,22 @@ class Loss(sections.Loss, Part):
 
     excludes: True if the classes of an image exclude each other, as with the softmax: z_loss may be
       added, and a class weight multiplies the loss of an example. False if each class has a binary
-      cross-entropy, whose term a class weight multiplies. None: it takes neither.
+      cross-entropy, whose term a class weight multiplies: its probabilities need not add up to 1,
+      so that it is no teacher with objective.mode=soft. None: it says neither, and takes neither
+      z_loss nor class weights.
     """
 
     def check(self) -> list[str]:
         faults = Faults()
         faults.need(
             not self.z_loss or self.excludes,
-            f"z_loss={self.z_loss}: needs classes that exclude each other, which "
-            f"loss.name={self.name} has not; set it to 0",
+            f"z_loss={self.z_loss}: needs classes that exclude each other, and those of "
+            f"loss.name={self.name} do not; set it to 0, or set --config.loss.name=softmax",
         )
         faults.need(
             self.class_weights is None or self.excludes is not None,
-            f"class_weights={self.class_weights!r}: loss.name={self.name} takes none; set it to "
-            "None",
+            f"class_weights={self.class_weights!r}: loss.name={self.name} has no weights of "
+            "classes; set it to None, or set --config.loss.name=softmax or sigmoid",
         )
         faults.check(parse_class_weights, self.class_weights)
         return faults

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.devices.sharding import free_axes
 
 LOSSES = ("sigmoid", "softmax")
 Axes = tuple[str, ...]  # of the mesh
@@ -220,7 +221,7 @@ def _on_devices(compute: Callable, split: Any, *args: Any) -> Any:
       split: whether parts of the result are split like rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    free = {*mesh.axis_names} - {*mesh.manual_axes}
+    free = free_axes(mesh)
     axes = tuple(axis for axis in BATCH_AXES if axis in free)
     if math.prod(mesh.shape[axis] for axis in axes) == 1:
         return compute((), *args)

@@ -31,7 +31,7 @@ class Progress(contextlib.AbstractContextManager):
       total_steps: length of the whole run.
       start: the step that the run continues from; the clock starts when this object is made.
       flops: of the first so many steps.
-      metrics: names of training's metrics that it shows; of evaluators it shows top1.
+      metrics: names of training's metrics to show beside loss and top1.
       console: where the line is shown.
       clock: returns seconds.
     """
@@ -62,7 +62,7 @@ class Progress(contextlib.AbstractContextManager):
         self._live.stop()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show the step, the time left, every `*/loss`, accuracies, the speed and the MFU.
+        """Show the step, the time left, `*/loss`, `*/top1`, `metrics`, the speed and the MFU.
 
         A narrow terminal cuts the end of the line. The time left is extrapolated by FLOPs from the
         wall time since the start, including evaluations and saves.

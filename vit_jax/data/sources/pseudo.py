@@ -6,7 +6,7 @@ A file of pseudo labels, written by `inference.pseudo_labels`, holds in NumPy's 
     label   int32 (m,), or float16 (m, C): the probabilities of the classes
     images  how own images are divided: the bytes of `division.FILE`, or none
     facts   JSON: name, split and data_dir of the images, their fingerprint, the class names, and
-            the teacher's loss
+            the teacher's loss, and whether its probabilities add up to 1
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.config.registries import LOSSES, SOURCES
+from vit_jax.config.registries import SOURCES
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
@@ -88,7 +88,7 @@ class Pseudo(DataSet):
             raise InputError(f"{where} has changed since it was labelled; label it again")
         of_records = keep_records(images, found.record)
         labels = tf.constant(found.label)
-        adds_up = LOSSES.find(facts["loss"]).excludes is not False
+        adds_up = facts.get("adds_up", facts["loss"] != "sigmoid")  # files of 0.2.0 lack it
 
         def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
             label = tf.gather(labels, record_ids)

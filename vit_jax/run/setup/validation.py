@@ -1,6 +1,7 @@
-"""Configs as users give them, and their first check: every fault that needs no file and no device.
+"""Configs as users give them, and their checks.
 
-Each room checks its own section of the config.
+The first check finds every fault that needs no file and no device; each room checks its own
+section. `check_metrics` follows when the data are open.
 """
 
 import copy
