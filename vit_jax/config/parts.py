@@ -233,7 +233,8 @@ class Section:
         wrong = {k: found for k, value in given.items() if (found := find_wrong(known, {k: value}))}
         unset = {k: None if known[k].default is ... else known[k].default for k in wrong}
         sound = dataclasses.replace(section, **unset)  # type: ignore[type-var]
-        faults = [fault for found in [*wrong.values(), sound._check_all()] for fault in found]
+        faults = [fault for found in wrong.values() for fault in found]
+        faults += [text for text in sound._check_all() if re.split(r"\W", text)[0] not in wrong]
         read = {
             name: declared.read(getattr(section, name), name, None if faults else in_steps)
             for name, declared in known.items()
