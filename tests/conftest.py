@@ -145,7 +145,7 @@ def golden():
 
 @pytest.fixture
 def json_of(capsys):
-    """json_of(*words, code=0): the JSON that the command prints, and ends with this code."""
+    """json_of(*words, code=0): the JSON that the command prints; it must end with `code`."""
     from vit_jax.main import main
 
     def json_of(*words, code=0):

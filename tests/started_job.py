@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from cheap_compilation import flags_for
 from forked import ROOT, Forked
@@ -21,7 +22,11 @@ def free_address():
 
 
 def said_by_two(program, *words, devices):
-    """What two processes of a program print; its words: an address, 0 or 1, and `words`."""
+    """What each of the two processes of a job prints to standard output.
+
+    Both run the Python text `program`, with these arguments: the address of the job's coordinator,
+    the number of the process (0 or 1), and `words`. Once one fails, the other is killed.
+    """
     address = free_address()
     environment = {"XLA_FLAGS": flags_for(devices), "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
@@ -31,8 +36,29 @@ def said_by_two(program, *words, devices):
         )
         for i in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+
+    def finish(process):
+        try:
+            said = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = process.communicate()
+        if process.returncode:  # the other would wait for it
+            kill()
+        return said
+
+    def kill():
+        for process in processes:
+            process.kill()
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            outputs = list(pool.map(finish, processes))
+        finally:
+            kill()
+    codes = [process.returncode for process in processes]
+    everything = (f"--- process {i}\n{out}{errors}" for i, (out, errors) in enumerate(outputs))
+    assert codes == [0, 0], "\n".join(everything)
     return [output for output, _ in outputs]
 
 

@@ -297,7 +297,9 @@ def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
         model = types.SimpleNamespace(image_size=size, num_classes=None)
         settings = settings_of(config)
         evals = [*settings.evals.values()]
-        spec = workdir._spec_of(settings.data, evals, "softmax", model, epath.Path(tmp_path))
+        spec = workdir._spec_of(
+            settings.data, evals, settings.loss.name, model, epath.Path(tmp_path)
+        )
         eval_ops = parse_preprocessing(settings).eval_ops
         own = {on_pixels(eval_ops[n]) for n, e in config.evals.items() if e.data_name is None}
         if own:  # siglip and clip measure other data only

@@ -174,8 +174,8 @@ def test_features_for_a_new_run_are_of_its_records(tmp_path):
     images = {f"{name}/{i}.png": np.full((8, 8, 3), i, np.uint8) for i, name in names}
     write_images(tmp_path / "images", images)
     black = encode(np.zeros((8, 8, 3), np.uint8), "PNG")
-    texts = [(f"{i}.txt", f"a dog and {i}".encode()) for i in range(3)]
-    write_tar(tmp_path / "0.tar", [*((f"{i}.png", black) for i in range(3)), *texts])
+    pairs = (((f"{i}.png", black), (f"{i}.txt", f"a dog and {i}".encode())) for i in range(3))
+    write_tar(tmp_path / "0.tar", [file for pair in pairs for file in pair])
     spec = argparse.Namespace(
         image_size=(8, 8), reading=Reading(), class_names=("yak", "zebra")
     )  # fmt: skip

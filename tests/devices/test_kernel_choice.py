@@ -210,22 +210,27 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     assert_same(loss_and_grads(model.clone(ops=fastest_on_tpu(model, mesh)), mesh), expected)
 
 
-def test_a_kernel_takes_the_rows_of_one_device(monkeypatch):
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_kernel_takes_the_rows_and_heads_of_one_device(tensor, monkeypatch):
     """Also where each device, or each group of devices along fsdp, computes its own rows."""
     seen = []
     target = "vit_jax.devices.kernels.short_attention.attention"
     monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
-    mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=1, devices=jax.devices()[:4])
+    mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=tensor, devices=jax.devices()[: 4 * tensor])
     kernel = fastest_on_tpu(small_model(), mesh).attention_kernel
     attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
     of_devices, of_groups = (
-        jax.shard_map(attend, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=names)
-        for axes, names in ((("data", "fsdp"), {*mesh.axis_names}), ("data", {"data"}))
+        jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=names)
+        for spec, names in (
+            (P(("data", "fsdp"), None, "tensor"), {*mesh.axis_names}),
+            (P("data"), {"data"}),
+        )
     )
+    x_BNHK = np.arange(4 * 8 * 4 * 8, dtype=np.float32).reshape(4, 8, 4, 8)
     for compute in (attend, of_devices, jax.jit(of_groups)):
         with jax.set_mesh(mesh):
-            assert compute(jnp.ones((4, 8, 4, 8))).shape == (4, 8, 4, 8)
-    assert seen == [(1, 8, 32)] * 3
+            np.testing.assert_array_equal(compute(x_BNHK), x_BNHK)
+    assert seen == [(1, 8, 32 // tensor)] * 3
 
 
 @pytest.mark.parametrize(

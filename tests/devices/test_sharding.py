@@ -209,7 +209,10 @@ COLLECTIVE = re.compile(
 
 
 def collective_bytes(hlo):
-    """Bytes of what the collectives of an optimised program give, those of a loop once."""
+    """Bytes of the larger of input and output, on one device, of each collective of a program.
+
+    Those in a loop count once, those in groups of one device not at all.
+    """
     return sum(each.size for each in Program(hlo).collectives())
 
 
@@ -667,4 +670,5 @@ def test_microbatches_take_less_memory_and_move_no_images():
     temporaries = [s.memory_analysis().temp_size_in_bytes for s in (whole, step)]
     assert temporaries[1] < 0.3 * temporaries[0]
     # The text holds the loop over microbatches once.
-    assert collective_bytes(step.as_text()) < 3 * 4 * experiment.num_params
+    params = 4 * experiment.num_params
+    assert params / 2 < collective_bytes(step.as_text()) < 3 * params

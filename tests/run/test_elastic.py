@@ -14,7 +14,7 @@ import pytest
 from at_fault import at_fault
 from cheap_compilation import flags_for
 from etils import epath
-from finished_run import final_state, rows
+from finished_run import check_same_arrays, final_state, rows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from started_job import ROOT, Job, said_by_two
@@ -88,7 +88,7 @@ def test_processes_begin_with_the_weights_of_a_run(tmp_path, scan):
     with Job(tmp_path, *words, devices=4) as job:
         assert job.codes(timeout_s=600) == [0, 0], job.everything()
     found, expected = (vit_jax.load_pretrained(tmp_path / name)[1] for name in ("tuned", "source"))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    check_same_arrays(found, expected)
 
 
 @pytest.mark.usefixtures("without_checks")

@@ -19,6 +19,7 @@ import pytest
 from asked import count_steps, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
+from finished_run import check_same_arrays
 from opened import evaluate_run
 from read_settings import settings_of, teaching
 from sklearn.datasets import load_digits
@@ -59,7 +60,7 @@ def rows(workdir):
 
 
 def without_summary(workdir, tmp_path):
-    """A copy of a run that was killed before it ended."""
+    """A copy of a finished run without its summary, as if it was killed just before its end."""
     run = shutil.copytree(workdir, tmp_path / "run")
     (run / "summary.json").unlink()
     return run
@@ -415,7 +416,7 @@ def test_init_from_an_unrolled_workdir_into_a_scanned_model(finished, tmp_path):
     found = prepare(config, tmp_path / "tuned").initial_params
     _, expected = load_pretrained(workdir, scan=True)
     expected = tree.flatten_names(expected["params"])
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    check_same_arrays(found, expected)
 
 
 def test_init_from_replaces_the_head_also_for_as_many_classes(finished, tuned):

@@ -12,6 +12,7 @@ import pytest
 from asked import prepare
 from at_fault import at_fault
 from etils import epath
+from finished_run import check_same_arrays
 from studied import config_of, done, study_of
 
 from vit_jax import create_model, save_pretrained
@@ -311,4 +312,4 @@ def test_a_killed_study_ends_with_the_same_parameters(tmp_path, monkeypatch):
     np.testing.assert_array_equal(found.label, expected.label)
     for member in ("teacher_seed_0", "student_seed_0"):
         found, expected = (read_pretrained(study / member).params for study in (killed, whole))
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        check_same_arrays(found, expected)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from etils import epath
+from finished_run import check_same_arrays
 from numpy_vit import random_params
 from opened import config_json
 
@@ -134,7 +135,7 @@ def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
     checkpoints.close()
     found = read_pretrained(tmp_path)
     assert found.model == made.model
-    jax.tree.map(np.testing.assert_array_equal, found.params, made.params)
+    check_same_arrays(found.params, made.params)
 
 
 @pytest.mark.parametrize(
