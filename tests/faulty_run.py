@@ -14,7 +14,7 @@ import sys
 import time
 
 from vit_jax.main import execute_and_exit
-from vit_jax.run import loop, record
+from vit_jax.run import build, loop, record
 from vit_jax.run.setup import agreement as comparison
 
 
@@ -31,7 +31,7 @@ def before(function, then):
 def arm(fault):
     kind, _, number = fault.partition(":")
     if kind == "loader":
-        batches = loop.data.train_batches
+        batches = build.data.train_batches
 
         def stuck(*args, steps, **kwargs):
             for step, batch in enumerate(batches(*args, steps=steps, **kwargs), steps.start + 1):
@@ -39,7 +39,7 @@ def arm(fault):
                     time.sleep(1e6)
                 yield batch
 
-        loop.data.train_batches = stuck
+        build.data.train_batches = stuck
     elif kind == "slow":
         seconds = float(number)
         record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))

@@ -117,8 +117,11 @@ def test_one_that_is_silent_is_lost_and_named_before_the_one_that_is_behind():
 
 
 def test_one_that_has_heard_of_nobody_does_not_say_that_it_is_lost_itself():
-    said = Run(p1=("step", 6, 0.0)).watchdog.describe_others()
+    run = Run(p1=("step", 6, 0.0))
+    run.watchdog.arrive(7)  # since its last tick
+    said = run.watchdog.describe_others()
     assert said.startswith("process 1 is lost") and "process 0" not in said
+    assert "this process: step 7, phase step, for 0 s" in said
 
 
 def test_one_that_is_silent_while_it_compiles_is_left_to_the_heartbeat_of_jax():

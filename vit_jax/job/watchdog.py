@@ -179,9 +179,11 @@ class Watchdog:
             self.board.publish(self.report(), timeout_s=_SILENT_BEATS * self.interval_s)
 
     def report(self) -> Report:
-        """Report of this process."""
-        _, phase, step, sent = self._seen
-        return Report(self._beat, phase, step, round(self._waited, 1), self.failure, sent)
+        """Report of this process, as of now: it may have moved since the last tick."""
+        place = self._place
+        waited = self._waited if place == self._seen else 0.0
+        _, phase, step, sent = place
+        return Report(self._beat, phase, step, round(waited, 1), self.failure, sent)
 
     def tick(self) -> None:
         """Call every `interval_s`: publishes progress, and ends a run that has stopped."""
