@@ -8,10 +8,9 @@ the last tenth.
 Runs that the CSV has are not run again; one that was stopped begins anew.
 """
 
-import argparse
 import pathlib
 
-from measured_runs import ROOT, add_row, has_row, train
+from measured_runs import ROOT, add_row, has_row, make_parser, train
 
 TABLE = ROOT / "docs/explanation/cifar10_fast.csv"
 WHOLE, OF_PARTS = "the recipe", "fast,held_out"
@@ -36,13 +35,10 @@ def run(form: str, flags: list[str], workdir: pathlib.Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("workdir", type=pathlib.Path)
-    parser.add_argument("--data_dir", required=True, help="holds cifar10/VERSION")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
+    parser = make_parser(__doc__, seeds=5)
     parser.add_argument("--form", default="fast", choices=("fast", "hour", OF_PARTS))
     args = parser.parse_args()
-    work, data_dir = args.workdir.resolve(), pathlib.Path(args.data_dir).resolve()
+    work, data_dir = args.workdir, args.data_dir
     work.mkdir(parents=True, exist_ok=True)
     runs = PARTS if args.form == OF_PARTS else {WHOLE: (0, "")}
     for seed in map(str, range(args.seeds)):

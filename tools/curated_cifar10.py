@@ -9,7 +9,6 @@ neighbours and a linear probe among 5,000 other images, about 500 of each class.
 has are not run again; one that was stopped begins anew.
 """
 
-import argparse
 import itertools
 import pathlib
 import subprocess
@@ -17,7 +16,7 @@ import sys
 
 import numpy as np
 import tensorflow_datasets as tfds
-from measured_runs import ROOT, add_row, has_row, train
+from measured_runs import ROOT, add_row, has_row, make_parser, train
 
 from vit_jax.data import count_labels, make_source
 
@@ -115,13 +114,10 @@ def call(*words: str | pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("workdir", type=pathlib.Path)
-    parser.add_argument("--data_dir", required=True, help="holds cifar10/VERSION")
+    parser = make_parser(__doc__)
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
     args = parser.parse_args()
-    runs = Runs(args.workdir.resolve(), pathlib.Path(args.data_dir).resolve())
+    runs = Runs(args.workdir, args.data_dir)
     runs.work.mkdir(parents=True, exist_ok=True)
     if not runs.pool.exists():
         make_pool(runs.data_dir, runs.pool)

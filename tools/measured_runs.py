@@ -1,5 +1,6 @@
 """Runs measured from outside, and the tables of docs/ that keep their rows; for the tools here."""
 
+import argparse
 import csv
 import io
 import json
@@ -15,6 +16,22 @@ from vit_jax.base.files import write_whole
 from vit_jax.insight.tables import as_csv
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def make_parser(about: str, seeds: int = 3) -> argparse.ArgumentParser:
+    """Of the words that tools on CIFAR-10 share: WORKDIR, --data_dir and --seeds.
+
+    `about`: the tool's docstring. `seeds`: as many by default.
+    """
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("workdir", type=_whole_path)
+    parser.add_argument("--data_dir", type=_whole_path, required=True, help="holds cifar10/VERSION")
+    parser.add_argument("--seeds", type=int, default=seeds, help="number of seeds, from 0 on")
+    return parser
+
+
+def _whole_path(text: str) -> pathlib.Path:
+    return pathlib.Path(text).resolve()
 
 
 def train(words: list[str], workdir: pathlib.Path) -> tuple[dict, float]:

@@ -9,7 +9,6 @@ linear probe, outside its seconds. Choices are made with --judge=held_out, which
 images of train[96%:]. Runs that the CSV has are not run again; one that was stopped begins anew.
 """
 
-import argparse
 import itertools
 import json
 import pathlib
@@ -17,7 +16,7 @@ import shutil
 
 import numpy as np
 import tensorflow_datasets as tfds
-from measured_runs import ROOT, add_row, has_row, train
+from measured_runs import ROOT, add_row, has_row, make_parser, train
 from PIL import Image
 
 import vit_jax
@@ -77,14 +76,11 @@ def run(name: str, seed: int, judge: str, data_dir: pathlib.Path, work: pathlib.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("workdir", type=pathlib.Path)
-    parser.add_argument("--data_dir", required=True, help="holds cifar10/VERSION")
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", nargs="+", default=[*RUNS], choices=RUNS)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
     parser.add_argument("--judge", default="test", choices=SPLITS)
     args = parser.parse_args()
-    work, data_dir = args.workdir.resolve(), pathlib.Path(args.data_dir).resolve()
+    work, data_dir = args.workdir, args.data_dir
     if not (work / "pictures").exists():
         make_pictures(data_dir, work / "pictures")
     for seed, name in itertools.product(range(args.seeds), args.runs):

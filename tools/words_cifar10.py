@@ -10,13 +10,12 @@ retrieval among 90 test pictures. LiT trains a text tower on the frozen image to
 are not run again; one that was stopped begins anew.
 """
 
-import argparse
 import itertools
 import pathlib
 
 import numpy as np
 import tensorflow_datasets as tfds
-from measured_runs import ROOT, add_row, has_row, train
+from measured_runs import ROOT, add_row, has_row, make_parser, train
 
 import vit_jax
 from vit_jax.data.words import names_in_words
@@ -152,14 +151,11 @@ def make_tower(work: pathlib.Path, data_dir: pathlib.Path, steps: int) -> pathli
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("workdir", type=pathlib.Path)
-    parser.add_argument("--data_dir", required=True, help="holds cifar10/VERSION")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3600, help="of a run; fewer for a first look")
     parser.add_argument("--runs", nargs="+", default=[*RUNS], choices=RUNS)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
     args = parser.parse_args()
-    work, data_dir = args.workdir.resolve(), pathlib.Path(args.data_dir).resolve()
+    work, data_dir = args.workdir, args.data_dir
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "pairs.npz").exists():  # the last of the files
         make_data(data_dir, work)

@@ -143,14 +143,11 @@ class Data(OpenSection):
             limits is None or (len(limits) == 2 and limits[0] < limits[1]),
             f"pixel_range={limits}: needs LOW,HIGH with LOW < HIGH, such as 0,4095",
         )
+        number = f"{self.channels} numbers, one per channel, or 1 for all,"
+        number = "1 number" if self.channels == 1 else number
         for name, values in {"mean": self.mean, "std": self.std}.items():
             alike = len(values) in (1, 3) and (self.channels == 1 or len({*values}) == 1)
             positive = name == "mean" or all(value > 0 for value in values)
-            number = (
-                "1 number"
-                if self.channels == 1
-                else (f"{self.channels} numbers, one per channel, or 1 for all,")
-            )
             faults.need(
                 (len(values) == self.channels or alike) and positive,
                 f"{name}={values}: needs {number} for pixels in [0, 1]"

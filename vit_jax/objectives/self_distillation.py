@@ -55,9 +55,9 @@ GLOBAL, LOCAL, GRAM = "global_views", "local_views", "gram_views"  # keys of a b
 class SelfDistillation(ObjectivePart):
     """Predicts the outputs of its own running average, the teacher, for other views of an image.
 
-    The loss is the cross-entropy of both outputs over prototypes (DINO). `patch_weight` adds that
-    of hidden patches (iBOT), `koleo_weight` spreads the global views apart (DINOv2), `gram_weight`
-    adds the distance to an older teacher's patch similarities (DINOv3). Positions are resampled.
+    The loss is the cross-entropy between the two outputs, over prototypes (DINO). Three keys add
+    terms: `patch_weight` for hidden patches (iBOT), `koleo_weight` to spread the views apart
+    (DINOv2), `gram_weight` to keep the patches' similarities of an older teacher (DINOv3).
     """
 
     num_prototypes: int = key(65_536, "prototypes of each head", within=POSITIVE)
