@@ -57,16 +57,14 @@ class ColorJitter(ColourOp):
         draws = jax.random.uniform(factor_key, (4,), minval=-1.0)
         strengths = (self.brightness, self.contrast, self.saturation)
         factors = [jnp.maximum(1 + s * draws[i], 0) for i, s in enumerate(strengths)]
+        order = jax.random.permutation(order_key, 4)
+        turn = jnp.argmax(order == 3)  # the hue's place: its change is dear, so it is computed once
         planes = _planes(image)
-        for which in jax.random.permutation(order_key, 4):
-            grey = to_grey(planes)
-            other = jnp.where(which == 0, 0, jnp.where(which == 1, grey.mean(), grey))
-            factor = jnp.stack([*factors, 1.0])[which]
-            turned = turn_hue(planes, self.hue * draws[3])
-            planes = [
-                jnp.clip(jnp.where(which == 3, hue, other + factor * (x - other)), 0, 255)
-                for x, hue in zip(planes, turned, strict=True)
-            ]
+        for place in range(3):
+            planes = _blend(planes, order[place], factors, place < turn)
+        planes = [jnp.clip(x, 0, 255) for x in turn_hue(planes, self.hue * draws[3])]
+        for place in range(1, 4):
+            planes = _blend(planes, order[place], factors, place > turn)
         changed = jnp.stack(planes, axis=-1)
         return jnp.where(jax.random.uniform(chosen_key) < self.probability, changed, image)
 
@@ -138,6 +136,16 @@ class ThreeAugment(ColourOp):
 def _planes(image: jax.Array) -> list[jax.Array]:
     """(..., 3) -> three of (...): TPUs and CPUs are slow with a last axis of 3."""
     return [image[..., channel] for channel in range(3)]
+
+
+def _blend(
+    planes: Sequence[jax.Array], which: jax.Array, factors: Sequence[jax.Array], chosen: jax.Array
+) -> list[jax.Array]:
+    """`planes` against black (`which` is 0), their mean grey (1) or grey image (2), if `chosen`."""
+    grey = to_grey(planes)
+    other = jnp.where(which == 0, 0, jnp.where(which == 1, grey.mean(), grey))
+    factor = jnp.stack([*factors, 1.0])[which]
+    return [jnp.where(chosen, jnp.clip(other + factor * (x - other), 0, 255), x) for x in planes]
 
 
 def to_grey(planes: Sequence[jax.Array]) -> jax.Array:
