@@ -26,8 +26,7 @@ from vit_jax.run.setup.recipes import (
     use_adamw,
     use_cifar10,
     use_imagenet,
-    use_own_images,
-    use_small_views,
+    use_own_images_fast,
     use_vit,
 )
 
@@ -82,11 +81,9 @@ def follow_paper(c):
 
 
 def make_own(c):
-    """A ViT of 1.2 million parameters on own images, from scratch."""
-    use_own_images(c, "1000 steps")
-    use_small_views(c, "scaled_inception_crop")
+    """A ViTC of 1.2 million parameters on own images, from scratch."""
+    use_own_images_fast(c, "1000 steps")
     c.objective.directions, c.objective.head_width, c.objective.embedding_width = 256, 256, 32
-    c.optimizer.peak_lr = 1e-3
 
 
 def make_small(c):

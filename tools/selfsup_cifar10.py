@@ -26,10 +26,9 @@ SPLITS = {"test": "test[:20%]", "held_out": "train[96%:]"}
 OPS = "decode|resize_small(antialias=True)|central_crop"
 # {run: its config, and the steps of about 1,200 CPU seconds}
 RUNS = {
-    "MAE": ("mae:folder", 2000),
-    "DINO": ("dino:folder", 1000),
-    "iBOT": ("ibot:folder", 1000),
-    "DINOv2": ("selfsup:folder", 1000),
+    "MAE": ("mae:folder", 3000),
+    "DINO": ("dino:folder", 320),
+    "iBOT": ("ibot:folder", 300),
     "LeJEPA": ("lejepa:folder", 1000),
 }
 

@@ -12,8 +12,10 @@ from etils import epath
 from images import write_images
 from PIL import Image
 
+from vit_jax.config import OBJECTIVES
 from vit_jax.diagnosis import doctor
 from vit_jax.diagnosis.doctor import FAILED, OK, WARNING, Finding, bounded
+from vit_jax.diagnosis.method import judge_method
 from vit_jax.main import main
 
 
@@ -151,6 +153,20 @@ def test_coordinator(silent):
     assert "HOST:PORT" in found.found
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "says", "remedy"),
+    [
+        ("mae", 5000, "was not seen", "selfsup:folder"), ("mae", 100_000, "", ""),
+        ("lejepa", 4999, "5,000 images", "init_from"), ("lejepa", 5000, "5,000 images", ""),
+        ("supervised", 10, "", ""),
+    ],
+)  # fmt: skip
+def test_a_method_that_was_not_seen_to_learn_from_so_few_images(name, number, says, remedy):
+    found, advice = judge_method(OBJECTIVES.make({"name": name}), number)
+    assert says in found and remedy in advice
+    assert bool(found) == bool(says) and bool(advice) == bool(remedy)
+
+
 @pytest.mark.slow
 def test_the_command(capsys, json_of, tmp_path, monkeypatch, vit_jax_logger):
     def choose(settings, mesh, *, may_compile):
@@ -179,6 +195,7 @@ def test_the_command(capsys, json_of, tmp_path, monkeypatch, vit_jax_logger):
              "--config.global_batch_size=8", "--all_images"]  # fmt: skip
     found = {one["subject"]: one for one in json_of("doctor", *words)}
     assert "train 18" in found["train would choose"]["found"]
+    assert found["method"]["found"].startswith("mae, 18 images")
     said = found["all images"]["found"].splitlines()
     assert said[0] == "18 images read; 2 fail:" and found["all images"]["state"] == "warning"
     assert sorted(line.partition(":")[0] for line in said[1:]) == ["cat/3.png", "dog/5.png"]

@@ -18,6 +18,7 @@ from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import skip_step
+from vit_jax.models import create_model
 from vit_jax.models.patches import row_keys
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring
@@ -184,11 +185,11 @@ def network(**fields):
     )  # fmt: skip
 
 
-def make(**own):
+def make(model=None, **own):
     shapes = {key: leaf.shape for key, leaf in BATCH.items()}
     setting = RunFacts((0.5,) * 3, (0.5,) * 3, shapes=shapes, durations=DURATIONS)
     keys = {"name": "self_distillation", **KEYS, **own}
-    return OBJECTIVES.make(keys).bind(network(), None, setting)
+    return OBJECTIVES.make(keys).bind(model or network(), None, setting)
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +301,31 @@ def test_positions_of_local_views_are_resampled():
     close(params["pos_embedding"][0, 1:, 0].reshape(2, 2), wanted)
     _, same = at_size(model, {"pos_embedding": jnp.asarray(table)}, (SIZE, SIZE))
     close(same["pos_embedding"], table)
+
+
+def test_patches_behind_a_stem_are_hidden_too():
+    """The mask token stands for the stem's output; a model of one size is refused."""
+    stem = {"patch_size": (4, 4), "stem_channels": (4, 8), "pos_embed": "sincos_2d", "pool": "gap"}
+    sizes = {"width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 16}
+    model = create_model("ViTC-1GF", None, SIZE, **stem, **sizes)
+    objective = make(model, gram_weight=0.0, gram_every=None, koleo_weight=0.0)
+
+    @jax.jit
+    def grads(key):
+        params = dict(model.init(key, jnp.zeros((1, SIZE, SIZE, 3)))["params"])
+        params["objective"], own = objective.init(key)
+        state = TrainState(jnp.int32(2), params, {}, (), params, {}, own)
+
+        def loss(params):
+            return objective.loss(params, state, BATCH, None, key).loss
+
+        return jax.grad(loss)(params)
+
+    found = grads(jax.random.key(0))
+    assert found["objective"]["mask_token"].any()
+    assert all(found["stem"][f"conv_{i}"]["kernel"].any() for i in range(2))
+    with at_fault("objective.name"):
+        make(create_model("T2T-ViT-7", None, 32))
 
 
 @pytest.mark.parametrize(

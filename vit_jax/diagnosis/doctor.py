@@ -37,6 +37,7 @@ import vit_jax
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
+from vit_jax.diagnosis.method import judge_method
 from vit_jax.job.software import software
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ def examine(
         if runs:
             found = bounded("time", lambda: estimate_time(runs[0]), _TRAINING_S, remedy)
             yield found._replace(state=OK if found.state == OK else WARNING)  # training may go
+            settings = runs[0].settings
+            said, advice = judge_method(settings.objective, settings.data.num_examples)
+            if said and settings.run.weights_source is None:
+                yield Finding("method", WARNING if advice else OK, said, advice)
         if runs and all_images:
             yield bounded(
                 "all images", lambda: check_images(runs[0]), threading.TIMEOUT_MAX, remedy

@@ -241,6 +241,9 @@ class ObjectivePart(sections.Objective, Part):
     takes_patch_sizes: whether its steps may have patches of several sizes, `model.patch_sizes`.
     takes_features: whether it also learns from the features of images, by `data.keep_features`.
     needs_average: as in `Objective`; then no optimizer with an average of its own is let pass.
+    fewest_images: the fewest images from which a small model was seen to learn, from random weights
+      and without labels, features better than the pixels; None: it was not seen. 0: labels, texts
+      or a teacher say what to learn.
     split_params: of its own parameters and states, as `models.contract.Model.split_params`.
     """
 
@@ -249,6 +252,7 @@ class ObjectivePart(sections.Objective, Part):
     takes_patch_sizes = False
     takes_features = False
     needs_average = False
+    fewest_images: ClassVar[int | None] = 0
     split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()
 
     @property

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, SHARE, key
-from vit_jax.models.contract import Model, about
+from vit_jax.models.contract import Model
 from vit_jax.objectives.contract import (
     Collapse,
     LossFn,
@@ -42,7 +42,7 @@ from vit_jax.objectives.contract import (
     Term,
     TokenPass,
 )
-from vit_jax.objectives.other_sizes import at_size, check_size
+from vit_jax.objectives.other_sizes import at_size, check_resizable, check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
 
 _DIRECTIONS = 1  # number folded into the key of a step; its directions are drawn from the result
@@ -110,14 +110,13 @@ class LeJepa(ObjectivePart):
     head_width: int = key(2048, "width of the hidden layers of the head", within=POSITIVE)
     embedding_width: int = key(64, "outputs of the head", within=POSITIVE)
 
+    fewest_images = 5000
+
     def check(self) -> list[str]:
         return [] if self.points % 2 else [f"points={self.points}: needs an odd number, e.g. 17"]
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
-        model = about(model)
-        if not model.takes_other_sizes:
-            kind = type(model).__name__
-            raise InputError(f"objective.name='lejepa': does not train a {kind}; choose a ViT")
+        model = check_resizable(model, "lejepa")
         shapes = {name: facts.shapes[name] for name in VIEWS if name in facts.shapes}
         if sum(shape[1] for shape in shapes.values()) == 1:
             raise InputError(

@@ -111,6 +111,7 @@ class MaskedPatches(ObjectivePart):
     error.
     """
 
+    fewest_images = None
     mask_ratio: float = key(0.5, "share of the patches that are hidden", within="(0, 1]")
     target: str = key("mean_colour", "what is predicted of a patch", choices=TARGETS)
 

@@ -11,15 +11,31 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch, Params, PyTree
-from vit_jax.models.contract import Model
+from vit_jax.models.contract import Model, about
 from vit_jax.models.patches import resize_kernel
 from vit_jax.models.position import Resize
 from vit_jax.objectives.contract import Objective, ObjectiveOutput
+
+
+def check_resizable(model: nn.Module, name: str) -> Model:
+    """`model`, which objective `name` gives views of several sizes.
+
+    Raises:
+      InputError: it takes images of one size.
+    """
+    model = about(model)
+    if not model.takes_other_sizes:
+        kind = type(model).__name__
+        raise InputError(
+            f"objective.name={name!r}: does not train a {kind}; choose a ViT or a ViTC"
+        )
+    return model
 
 
 def check_size(

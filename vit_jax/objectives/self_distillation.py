@@ -46,7 +46,7 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.gram import NEGATIVES, gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.other_sizes import at_size, check_size, resize_tokens
+from vit_jax.objectives.other_sizes import at_size, check_resizable, check_size, resize_tokens
 from vit_jax.objectives.prototypes import PrototypeHead, cross_entropies, patch_entropies
 
 GLOBAL, LOCAL, GRAM = "global_views", "local_views", "gram_views"  # keys of a batch
@@ -103,6 +103,7 @@ class SelfDistillation(ObjectivePart):
     gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
 
     needs_average = True
+    fewest_images = None
     split_params = ((r"(bottleneck|prototypes)/kernel", ("fsdp", None)), (r"centre/\w+", ()))
 
     @property
@@ -131,7 +132,7 @@ class SelfDistillation(ObjectivePart):
         return faults
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
-        model = patches.check_patches(model, "self_distillation")
+        model = check_resizable(model, "self_distillation")
         _check_views(model, facts, self)
         _check_start(facts.durations)
         temperature = f"objective.teacher_temperature, now {self.teacher_temperature}"
@@ -442,9 +443,7 @@ class _SelfDistillation:
 
 
 def _fit(group: int | None, rows: int) -> int:
-    """Rows of a group; None: all.
-
-    A replay sees the rows of one place; where the group does not divide them, it is their greatest
-    common divisor.
+    """Rows of a group; None: all. A replay sees the rows of one place, which it need not divide:
+    then it is their greatest common divisor.
     """
     return math.gcd(group or rows, rows)

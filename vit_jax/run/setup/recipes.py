@@ -280,8 +280,8 @@ def use_small_views(c: ConfigDict, crop: str) -> None:
 def use_own_images(c: ConfigDict, duration: str) -> None:
     """Set own images of any size, flat or nested, and a small ViT to pretrain on them from scratch.
 
-    The model, of 1.2 million parameters at 64 px, is the same for all objectives. Evaluators:
-    `features` and `rank`; and `near`, if the images lie in folders of classes.
+    The model has 1.2 million parameters at 64 px. Evaluators: `features` and `rank`; and `near`, if
+    the images lie in folders of classes.
     """
     set_length(c, 64, duration, "10 %", save="250 steps", log="2 %")
     of_vit = {"dtype": "float32", "gelu": "exact", "pos_embed": "sincos_2d", "pool": "gap"}
@@ -296,6 +296,19 @@ def use_own_images(c: ConfigDict, duration: str) -> None:
             num_neighbours=(5, 20), baselines=True,
         ),
     }  # fmt: skip
+
+
+def use_own_images_fast(c: ConfigDict, duration: str) -> None:
+    """As `use_own_images`, with a ViTC of 1.2 million parameters, two views an image, and Muon.
+
+    Four convolutions leave 4 x 4 tokens, so that a view costs a quarter of a ViT's with 8 x 8.
+    """
+    use_own_images(c, duration)
+    use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, stem_channels=(16, 32, 64, 128))
+    use_small_views(c, "scaled_inception_crop")
+    c.data.num_local, c.data.local_size, c.data.local_ops = 0, None, ""
+    c.global_batch_size, c.optimizer.name, c.optimizer.peak_lr = 128, "muon", 3e-3
+    c.schedule.name = "linear"
 
 
 def debug_on_own_images(c: ConfigDict) -> None:
