@@ -83,7 +83,7 @@ def follow_paper(c):
 def make_own(c):
     """A ViTC of 1.2 million parameters on own images, from scratch."""
     use_own_images_fast(c, "1000 steps")
-    c.objective.directions, c.objective.head_width, c.objective.embedding_width = 256, 256, 32
+    c.objective.directions, c.objective.head_width, c.objective.embedding_width = 256, 512, 128
 
 
 def make_small(c):
