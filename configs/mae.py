@@ -127,7 +127,7 @@ def classify_linearly(c, epochs):
 
 def make_own(c):
     """A ViT of 1.2 million parameters on own images, from scratch."""
-    use_own_images(c, "2000 steps")
+    use_own_images(c, "3000 steps")
     c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
     c.data.ops, c.optimizer.peak_lr = "scaled_inception_crop(area_min=0.2)|flip", 1e-3
     c.evals.images = reconstruction(

@@ -79,6 +79,27 @@ def cifar10_fast() -> str:
     return table(heads, lines)
 
 
+def selfsup_cifar10() -> str:
+    """A row for each method of docs/explanation/selfsup_cifar10.csv, best first; test images."""
+    found = runs_of("docs/explanation/selfsup_cifar10.csv", "judge", "run")
+    found = {name: runs for (judge, name), runs in found.items() if judge == "test"}
+    lines = []
+    for name, runs in found.items():
+        gains = [float(r["last"]) - max(float(r["random"]), float(r["pixels"])) for r in runs]
+        lines.append((max(gains), (
+            name, seeds_of(runs), runs[0]["steps"], mean_of(runs, "cpu_s", ".0f"),
+            mean_of(runs, "pflop", ".3f"), mean_of(runs, "last"),
+            f"{min(gains):+.2f}", mean_of(runs, "best"), mean_of(runs, "probe"),
+        )))  # fmt: skip
+    heads = ("run", "seeds", "steps", "CPU seconds", "PFLOP", "20-NN, %",
+             "least gain over the pixels", "best of ten, %", "linear probe, %")  # fmt: skip
+    every = [row for runs in found.values() for row in runs]
+    base = "Random weights: {} by 20-NN; pixels: {}.".format(
+        *(mean_of(every, column) for column in ("random", "pixels"))
+    )
+    return f"{table(heads, [line for _, line in sorted(lines, reverse=True)])}\n\n{base}\n"
+
+
 def words_cifar10() -> str:
     """A row for each kind of run of docs/explanation/words_cifar10.csv."""
     lines = []
@@ -188,6 +209,6 @@ def exports() -> str:
 
 ALL = (
     cifar10_fast, curated_cifar10, exports, goodput, many_records, native_or_square,
-    picture_costs, planted_by_features, planted_duplicates, prepare_costs, shuffling,
-    shuffling_runs, words_cifar10,
+    picture_costs, planted_by_features, planted_duplicates, prepare_costs, selfsup_cifar10,
+    shuffling, shuffling_runs, words_cifar10,
 )  # fmt: skip

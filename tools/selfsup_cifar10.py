@@ -67,11 +67,12 @@ def run(name: str, seed: int, judge: str, data_dir: pathlib.Path, work: pathlib.
         "data.data_dir": str(data_dir), "evals.probe.train_split": "train[:10%]",
         "evals.probe.test_split": SPLITS[judge], "evals.probe.l2": (0.01,),
     })  # fmt: skip
-    return {
-        "steps": steps, "cpu_s": cpu_s, "pflop": 1e3 * summary["exaflops"], "random": scores[0],
+    found = {
+        "cpu_s": cpu_s, "pflop": 1e3 * summary["exaflops"], "random": scores[0],
         "pixels": 100 * rows[0]["near/pixels_20nn_top1"], "best": max(scores[1:]),
         "last": scores[-1], "probe": 100 * probe["probe/top1"],
     }  # fmt: skip
+    return {"steps": steps} | {key: round(value, 4) for key, value in found.items()}
 
 
 def main() -> None:

@@ -156,7 +156,8 @@ def test_coordinator(silent):
 @pytest.mark.parametrize(
     ("name", "number", "says", "remedy"),
     [
-        ("mae", 5000, "was not seen", "selfsup:folder"), ("mae", 100_000, "", ""),
+        ("masked_patches", 5000, "was not seen", "selfsup:folder"),
+        ("masked_patches", 100_000, "", ""),
         ("lejepa", 4999, "5,000 images", "init_from"), ("lejepa", 5000, "5,000 images", ""),
         ("supervised", 10, "", ""),
     ],

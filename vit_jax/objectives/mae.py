@@ -115,7 +115,7 @@ class Mae(ObjectivePart):
     """
 
     takes_pictures = True
-    fewest_images = None
+    fewest_images = 5000
 
     mask_ratio: float = key(0.75, "share of the patches that are hidden", within="(0, 1)")
     norm_pixels: bool = key(True, "normalise each patch to predict by its mean and deviation")
