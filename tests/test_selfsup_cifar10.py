@@ -8,7 +8,7 @@ import pytest
 from loaded_file import load_module
 from measured_runs import read_rows
 
-from vit_jax.config import REQUIRED_TO_EVALUATE, with_values
+from vit_jax.config import OBJECTIVES, REQUIRED_TO_EVALUATE, with_values
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.run.setup.validation import find_faults
 
@@ -48,3 +48,14 @@ def test_each_method_is_judged_ten_times_by_images_that_it_has_not_seen(tmp_path
     assert {key: float(row[key]) for key in ("random", "pixels", "best", "last", "probe")} == (
         pytest.approx({"random": 20, "pixels": 30, "best": 50, "last": 40, "probe": 60})
     )
+
+
+def test_an_objective_was_seen_to_learn_where_its_runs_end_above_the_pixels():
+    """By 3 points in each seed: `doctor` says of an objective what the table shows."""
+    tool, gains = load_module(notebooks.ROOT / "tools/selfsup_cifar10.py"), {}
+    for row in read_rows(tool.TABLE):
+        name = load_config(tool.RUNS[row["run"]][0]).objective.name
+        gain = float(row["last"]) - max(float(row["random"]), float(row["pixels"]))
+        gains.setdefault(name, []).append(gain)
+    seen = {name: OBJECTIVES.make({"name": name}).fewest_images == 5000 for name in gains}
+    assert len(seen) > 1 and seen == {name: min(found) >= 3 for name, found in gains.items()}
