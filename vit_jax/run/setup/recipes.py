@@ -309,6 +309,7 @@ def use_own_images_fast(c: ConfigDict, duration: str) -> None:
     c.data.num_local, c.data.local_size, c.data.local_ops = 0, None, ""
     c.global_batch_size, c.optimizer.name, c.optimizer.peak_lr = 128, "muon", 3e-3
     c.schedule.name = "linear"
+    del c.evals["rank"]  # it does not centre the features, whose mean hides all else here
 
 
 def debug_on_own_images(c: ConfigDict) -> None:
@@ -320,7 +321,8 @@ def debug_on_own_images(c: ConfigDict) -> None:
     set_length(c, 16, "20 steps", "5 steps", save="10 steps", log="5 steps")
     for entry in c.evals.values():
         entry.every = "10 steps"
-    c.evals.rank.num_images = 100
+    if "rank" in c.evals:
+        c.evals.rank.num_images = 100
     if "near" in c.evals:
         c.evals.near.num_neighbours = (2,)
 
