@@ -14,7 +14,7 @@ import scipy.stats
 from vit_jax.base.errors import InputError
 from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
 from vit_jax.data.batch import Crops
-from vit_jax.data.colour_ops import turn_hue
+from vit_jax.data.colour_ops import ColorJitter, turn_hue
 from vit_jax.data.device_ops import Pairs, symmetric_beta
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import Views, parse_view_ops
@@ -395,6 +395,27 @@ def test_hue_turns_as_in_colorsys():
         expected.append(colorsys.hsv_to_rgb((hue + 0.3) % 1, saturation, value))
     turned = turn_hue(list(pixels.T), jnp.float32(0.3))
     np.testing.assert_allclose(np.transpose(turned), 255 * np.array(expected), atol=1e-3)
+
+
+def test_color_jitter_changes_in_a_random_order():
+    """As one change after another: brightness, contrast, saturation and hue, in the order drawn."""
+    op = ColorJitter(probability=1.0, brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1)
+    image = RNG.integers(0, 256, (6, 4, 3)).astype(np.float32)
+    change, turn, hues = jax.jit(op.change), jax.jit(turn_hue), set()
+    for key in jax.random.split(jax.random.key(0), 24):
+        factor_key, order_key, _ = jax.random.split(key, 3)
+        draws = jax.random.uniform(factor_key, (4,), minval=-1.0)
+        order, planes = jax.random.permutation(order_key, 4).tolist(), [*np.moveaxis(image, -1, 0)]
+        for which in order:
+            grey = sum(w * x for w, x in zip((0.299, 0.587, 0.114), planes, strict=True))
+            other = (0.0, grey.mean(), grey, 0.0)[which]
+            factor = 1 + (0.4, 0.4, 0.2, 0.0)[which] * draws[which]
+            changed = [other + factor * (x - other) for x in planes]
+            changed = turn(planes, 0.1 * draws[3]) if which == 3 else changed
+            planes = [np.clip(x, 0, 255) for x in changed]
+        np.testing.assert_allclose(change(image, key), np.stack(planes, -1), atol=0.01)
+        hues.add(order.index(3))
+    assert hues == {0, 1, 2, 3}
 
 
 def test_colour_ops_change_colours_as_they_say():

@@ -156,9 +156,10 @@ def test_coordinator(silent):
 @pytest.mark.parametrize(
     ("name", "number", "says", "remedy"),
     [
-        ("masked_patches", 5000, "was not seen", "selfsup:folder"),
-        ("masked_patches", 100_000, "", ""),
-        ("lejepa", 4999, "5,000 images", "init_from"), ("lejepa", 5000, "5,000 images", ""),
+        ("masked_patches", 5000, "no run shows", "selfsup:folder"),
+        ("self_distillation", 999_999, "no run shows", "selfsup:folder"),
+        ("self_distillation", 1_000_000, "", ""),
+        ("lejepa", 4999, "from 5,000", "init_from"), ("mae", 5000, "from 5,000", ""),
         ("supervised", 10, "", ""),
     ],
 )  # fmt: skip
@@ -166,6 +167,7 @@ def test_a_method_that_was_not_seen_to_learn_from_so_few_images(name, number, sa
     found, advice = judge_method(OBJECTIVES.make({"name": name}), number)
     assert says in found and remedy in advice
     assert bool(found) == bool(says) and bool(advice) == bool(remedy)
+    assert judge_method(OBJECTIVES.make({"name": name}), number, "runs/mine") == ("", "")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import pathlib
 
 import jax
@@ -22,15 +23,13 @@ from vit_jax.models import create_model
 from vit_jax.models.patches import row_keys
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring
-from vit_jax.objectives.block_masks import block_mask, draw_hidden
+from vit_jax.objectives.block_masks import Hidden, block_mask, draw_hidden
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, resize_tokens
 from vit_jax.objectives.prototypes import cross_entropies, patch_entropies
-from vit_jax.objectives.self_distillation import (
-    SelfDistillation,
-)
+from vit_jax.objectives.self_distillation import SelfDistillation, _SelfDistillation
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 B, SIZE, SMALL = 8, 16, 8
@@ -40,9 +39,10 @@ BATCH = {
     "local_views": RNG.normal(size=(B, 2, SMALL, SMALL, 3)).astype(np.float32),
     "mask": np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32),
 }
+SMALL_HEAD = {"num_prototypes": 24, "head_width": 16, "bottleneck": 8}
 KEYS = {
-    "num_prototypes": 24, "head_width": 16, "bottleneck": 8, "first_temperature": 0.04,
-    "teacher_temperature": 0.07, "temperature_warmup": "4 steps", "freeze_prototypes": "2 steps",
+    **SMALL_HEAD, "first_temperature": 0.04, "teacher_temperature": 0.07,
+    "temperature_warmup": "4 steps", "freeze_prototypes": "2 steps",
     "patch_weight": 1.0, "patch_head": "own", "koleo_weight": 0.1, "koleo_group": 4,
     "gram_weight": 0.5, "gram_every": "3 steps",
 }  # fmt: skip
@@ -303,27 +303,34 @@ def test_positions_of_local_views_are_resampled():
     close(same["pos_embedding"], table)
 
 
-def test_patches_behind_a_stem_are_hidden_too():
-    """The mask token stands for the stem's output; a model of one size is refused."""
-    stem = {"patch_size": (4, 4), "stem_channels": (4, 8), "pos_embed": "sincos_2d", "pool": "gap"}
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("ViTC-1GF", {"patch_size": (4, 4), "stem_channels": (4, 8)}),
+        ("R50+ViT-B/16", {"stages": (1,), "stem_width": 32, "patch_size": (1, 1)}),
+    ],
+)
+def test_outputs_of_a_stem_are_hidden(name, fields):
+    """With all of them hidden, the student's features do not depend on the image."""
     sizes = {"width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 16}
-    model = create_model("ViTC-1GF", None, SIZE, **stem, **sizes)
-    objective = make(model, gram_weight=0.0, gram_every=None, koleo_weight=0.0)
+    model = create_model(name, None, SIZE, **fields, **sizes, pos_embed="sincos_2d", pool="gap")
+    seen = _SelfDistillation(model, SelfDistillation(patch_weight=1.0, **SMALL_HEAD), {})
+    num = math.prod(model.grid)
+    all_N = jnp.arange(num)[None, None]
+    hidden = Hidden(jnp.zeros((1, 1), int), all_N >= 0, all_N, jnp.ones((1, 1, num)))
 
-    @jax.jit
-    def grads(key):
-        params = dict(model.init(key, jnp.zeros((1, SIZE, SIZE, 3)))["params"])
-        params["objective"], own = objective.init(key)
-        state = TrainState(jnp.int32(2), params, {}, (), params, {}, own)
+    @functools.partial(jax.jit, static_argnums=1)
+    def features(images, hides):
+        params = dict(model.init(jax.random.key(0), images[0])["params"])
+        params["objective"] = seen.init(jax.random.key(1))[0]
+        return seen._see(params, images, hidden, None, hides=hides)["features"]
 
-        def loss(params):
-            return objective.loss(params, state, BATCH, None, key).loss
+    one, other = BATCH["global_views"][:2, None, 0]
+    assert (features(one[None], True) == features(other[None], True)).all()
+    assert (features(one[None], False) != features(other[None], False)).any()
 
-        return jax.grad(loss)(params)
 
-    found = grads(jax.random.key(0))
-    assert found["objective"]["mask_token"].any()
-    assert all(found["stem"][f"conv_{i}"]["kernel"].any() for i in range(2))
+def test_a_model_of_one_size_has_no_views():
     with at_fault("objective.name"):
         make(create_model("T2T-ViT-7", None, 32))
 

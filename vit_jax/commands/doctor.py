@@ -5,8 +5,9 @@
   python -m vit_jax.main doctor --config=folder --config.data.data_dir=IMAGES --output=SEEN
   python -m vit_jax.main doctor --workdir=gs://bucket/runs --wandb --coordinator=HOST:PORT
 
-Each line that is not ok has a remedy. With --config it also says what `train` would choose, and
-estimates the time of the run from a few steps; --all_images also reads and decodes every image of
+Each line that is not ok has a remedy. With --config it also says what `train` would choose, whether
+an objective without labels was seen to learn from so few images, and estimates the time of the run
+from a few steps; --all_images also reads and decodes every image of
 the config's data, and names those that fail. A workdir in a bucket is tried with a small object.
 --output shows the data: classes, sizes, colours, broken pictures, near duplicates in the training
 data and of pictures that the config evaluates, and what a square would cut off; as rows of the

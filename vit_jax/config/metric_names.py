@@ -76,8 +76,8 @@ def say_no_gain(metric: str, last: float | None, start: Mapping[str, float | Non
     end, first, pixels = (f"{100 * value:.2f} %" for value in values)
     return (
         f"evals.{evaluator}: {leaf} ends at {end}; the weights at step 0 had {first}, the pixels "
-        f"have {pixels}: the features have not become useful. Train longer, or take the "
-        "method that learned most in docs/explanation/does_it_learn.md, selfsup:folder"
+        f"have {pixels}: the features have not become useful. Train longer, or take another "
+        "method: docs/explanation/does_it_learn.md"
     )
 
 

@@ -58,7 +58,7 @@ class ColorJitter(ColourOp):
         strengths = (self.brightness, self.contrast, self.saturation)
         factors = [jnp.maximum(1 + s * draws[i], 0) for i, s in enumerate(strengths)]
         order = jax.random.permutation(order_key, 4)
-        turn = jnp.argmax(order == 3)  # the hue's place: its change is dear, so it is computed once
+        turn = jnp.argmax(order == 3)  # the place of the hue, which costs most and is computed once
         planes = _planes(image)
         for place in range(3):
             planes = _blend(planes, order[place], factors, place < turn)

@@ -111,9 +111,9 @@ def examine(
         if runs:
             found = bounded("time", lambda: estimate_time(runs[0]), _TRAINING_S, remedy)
             yield found._replace(state=OK if found.state == OK else WARNING)  # training may go
-            settings = runs[0].settings
-            said, advice = judge_method(settings.objective, settings.data.num_examples)
-            if said and settings.run.weights_source is None:
+            s = runs[0].settings
+            said, advice = judge_method(s.objective, s.data.num_examples, s.run.weights_source)
+            if said:
                 yield Finding("method", WARNING if advice else OK, said, advice)
         if runs and all_images:
             yield bounded(

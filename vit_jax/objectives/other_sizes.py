@@ -33,7 +33,7 @@ def check_resizable(model: nn.Module, name: str) -> Model:
     if not model.takes_other_sizes:
         kind = type(model).__name__
         raise InputError(
-            f"objective.name={name!r}: does not train a {kind}; choose a ViT or a ViTC"
+            f"objective.name={name!r}: does not train a {kind}; choose a ViT, a ViTC or a hybrid"
         )
     return model
 

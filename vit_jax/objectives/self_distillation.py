@@ -443,7 +443,7 @@ class _SelfDistillation:
 
 
 def _fit(group: int | None, rows: int) -> int:
-    """Rows of a group; None: all. A replay sees the rows of one place, which it need not divide:
-    then it is their greatest common divisor.
+    """Rows in a group; None: all. In a replay, which has fewer rows, the greatest common divisor of
+    both.
     """
     return math.gcd(group or rows, rows)

@@ -27,8 +27,8 @@ BESIDE = "beside the folders of the classes"  # a kind of skipped images
 INDEX = ".index.npz"  # ends the name of an index that a search keeps beside its folder
 _FILES = f"images are files ending in {', '.join(EXTENSIONS)}"
 _MOVE = (
-    "put each into the folder of its class; images without classes are for --config=mae:folder "
-    "and --config=dino:folder"
+    "put each into the folder of its class; images without classes are for --config=selfsup:folder "
+    "and --config=mae:folder"
 )
 
 

@@ -59,6 +59,11 @@ def use_adamw(c: ConfigDict, peak_lr: float = 1e-3, weight_decay: float = 0.05) 
     c.optimizer.grad_clip_norm, c.schedule.name = 1.0, "cosine"
 
 
+def use_muon(c: ConfigDict) -> None:
+    """Set Muon with a linear decay, as small ViTCs with batches of 128 were tried."""
+    c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
+
+
 def use_vit(model: ConfigDict, name: str, *sizes: int, **fields: Any) -> None:
     """Set `config.model` to a ViT with these sizes, and other fields.
 
@@ -79,7 +84,7 @@ def use_cifar10_fast(c: ConfigDict) -> None:
     sizes = {"patch_size": 8, "stem_channels": (32, 64, 128), "pos_embed": "sincos_2d"}
     use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, **sizes)
     set_length(c, 128, "10 epochs", "10 %", save="100 %", log="100 steps")
-    c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
+    use_muon(c)
 
 
 def use_imagenet(c: ConfigDict, image_size: int = 224) -> None:
@@ -265,16 +270,17 @@ def view_ops(*, smallest: float, middle: float) -> tuple[str, str]:
     return f"{crop}|blur(1.0); {crop}|blur(0.1)|solarize(0.2)", local
 
 
-def use_small_views(c: ConfigDict, crop: str) -> None:
-    """Set 2 global and 4 local views, of half the size, of images of few pixels.
+def use_small_views(c: ConfigDict, crop: str, num_local: int = 4) -> None:
+    """Set 2 global views of images of few pixels, and local ones of half the size.
 
     `crop`: inception_crop or scaled_inception_crop.
     """
     colours = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
-    c.data.num_global, c.data.num_local, c.data.local_size = 2, 4, c.data.image_size // 2
     whole = f"{crop}(area_min=0.3)|{colours}"
-    c.data.global_ops = f"{whole}; {whole}|solarize(0.2)"
-    c.data.local_ops = f"{crop}(area_min=0.1, area_max=0.3)|{colours}"
+    c.data.num_global, c.data.global_ops = 2, f"{whole}; {whole}|solarize(0.2)"
+    if num_local:
+        c.data.num_local, c.data.local_size = num_local, c.data.image_size // 2
+        c.data.local_ops = f"{crop}(area_min=0.1, area_max=0.3)|{colours}"
 
 
 def use_own_images(c: ConfigDict, duration: str) -> None:
@@ -305,10 +311,9 @@ def use_own_images_fast(c: ConfigDict, duration: str) -> None:
     """
     use_own_images(c, duration)
     use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, stem_channels=(16, 32, 64, 128))
-    use_small_views(c, "scaled_inception_crop")
-    c.data.num_local, c.data.local_size, c.data.local_ops = 0, None, ""
-    c.global_batch_size, c.optimizer.name, c.optimizer.peak_lr = 128, "muon", 3e-3
-    c.schedule.name = "linear"
+    use_small_views(c, "scaled_inception_crop", num_local=0)
+    use_muon(c)
+    c.global_batch_size = 128
     del c.evals["rank"]  # it does not centre the features, whose mean hides all else here
 
 
