@@ -15,9 +15,8 @@ weight decay 0.05, a warm-up and a cosine, 2 global views of 30 % to 100 % and l
 clipped at 1. The docstring of vit_jax/objectives/lejepa.py lists what the objective assumes.
 
 lejepa:folder trains a ViTC at 64 px, about 20 CPU minutes: two views, no local ones; 256
-directions, embeddings of 128 values, and the optimizer and batch of cifar10:fast. The views, the
-weight of SIGReg and the embeddings were compared (docs/explanation/does_it_learn.md), the rest was
-not.
+directions, embeddings of 128 values, and the optimizer and batch of cifar10:fast. Trials chose the
+views, the weight of SIGReg and the embeddings (docs/explanation/does_it_learn.md), not the rest.
 """
 
 from vit_jax.base.errors import InputError

@@ -131,7 +131,7 @@ def make_own(c):
     c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
     c.data.ops, c.optimizer.peak_lr = "scaled_inception_crop(area_min=0.2)|flip", 1e-3
     c.evals.images = reconstruction(
-        data_name="folder", split="val?", every="25 %", ops=c.evals.rank.ops
+        data_name="folder", split="val?", every="25 %", ops=c.evals.features.ops
     )
 
 

@@ -56,7 +56,7 @@ class ColorJitter(ColourOp):
         factor_key, order_key, chosen_key = jax.random.split(key, 3)
         draws = jax.random.uniform(factor_key, (4,), minval=-1.0)
         strengths = (self.brightness, self.contrast, self.saturation)
-        factors = [jnp.maximum(1 + s * draws[i], 0) for i, s in enumerate(strengths)]
+        factors = jnp.stack([jnp.maximum(1 + s * draws[i], 0) for i, s in enumerate(strengths)])
         order = jax.random.permutation(order_key, 4)
         turn = jnp.argmax(order == 3)  # the place of the hue, which costs most and is computed once
         planes = _planes(image)
@@ -139,13 +139,13 @@ def _planes(image: jax.Array) -> list[jax.Array]:
 
 
 def _blend(
-    planes: Sequence[jax.Array], which: jax.Array, factors: Sequence[jax.Array], chosen: jax.Array
+    planes: Sequence[jax.Array], which: jax.Array, factors: jax.Array, chosen: jax.Array
 ) -> list[jax.Array]:
     """`planes` against black (`which` is 0), their mean grey (1) or grey image (2), if `chosen`."""
     grey = to_grey(planes)
     other = jnp.where(which == 0, 0, jnp.where(which == 1, grey.mean(), grey))
-    factor = jnp.stack([*factors, 1.0])[which]
-    return [jnp.where(chosen, jnp.clip(other + factor * (x - other), 0, 255), x) for x in planes]
+    changed = [jnp.clip(other + factors[which] * (x - other), 0, 255) for x in planes]
+    return [jnp.where(chosen, new, x) for new, x in zip(changed, planes, strict=True)]
 
 
 def to_grey(planes: Sequence[jax.Array]) -> jax.Array:
